@@ -1,0 +1,38 @@
+"""Every error that this package raises on purpose.
+
+KVStoreError
+├── ConfigError      an option is impossible or contradicts another        (fix the option)
+├── LayoutMismatch   the store at this path holds blocks of another layout (use another path)
+├── StoreBusy        another process owns the store                        (open it as a reader)
+├── CapacityError    a tier cannot make room without dropping a pin        (shed load)
+└── StoreError       a tier failed or is not a store                       (serve without it)
+
+A miss is not an error: lookups return it. Bad arguments are ``ValueError`` and name what was found
+and what was expected; ``ConfigError`` is one too, because a bad option is a bad argument.
+"""
+
+from __future__ import annotations
+
+
+class KVStoreError(Exception):
+    """Base of every error that kvstore raises on purpose."""
+
+
+class ConfigError(KVStoreError, ValueError):
+    """An option is impossible, or two options contradict each other."""
+
+
+class LayoutMismatch(KVStoreError):  # noqa: N818 - the public name says what happened
+    """The store at this path was written for another layout. It was left untouched."""
+
+
+class StoreBusy(KVStoreError):  # noqa: N818 - the public name says what happened
+    """Another process owns the store."""
+
+
+class StoreError(KVStoreError):
+    """A tier failed, or what lies at a path is not a usable store."""
+
+
+class CapacityError(KVStoreError):
+    """A tier cannot make room without dropping something that is pinned."""

@@ -1,0 +1,151 @@
+"""Tokens to chained block hashes. The only place where identity becomes a digest.
+
+Every field is type-tagged and length-prefixed before it is hashed, so no two different inputs
+spell the same bytes. Nothing here depends on the process, its environment or Python's ``hash``.
+The encoding is normative in docs/format.md, section 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import BlockHash
+from kvstore.namespace import Namespace
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+TOKEN_LIMIT = 2**32
+"""Token ids are hashed and stored as unsigned 32-bit integers."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ImageSpan:
+    """Tokens ``[start, stop)`` of a prompt that stand for one image.
+
+    All positions of an image carry the same placeholder id, so the ids alone do not identify the
+    prefix: ``digest`` does, together with the offset inside the image.
+    """
+
+    start: int
+    stop: int
+    digest: bytes
+    """Digest of the image's content and preprocessing."""
+
+    def __post_init__(self) -> None:
+        """Reject an empty or negative span and an empty digest."""
+        if not 0 <= self.start < self.stop:
+            msg = f"an image span needs 0 <= start < stop, found [{self.start}, {self.stop})"
+            raise ValueError(msg)
+        if not isinstance(self.digest, bytes) or not self.digest:
+            msg = f"an image digest must be non-empty bytes, found {self.digest!r}"
+            raise ValueError(msg)
+
+
+def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:
+    """Return token ids as a contiguous uint32 array; no copy if they already are one.
+
+    Raises:
+        ValueError: if they are not one-dimensional integers in ``[0, 2**32)``.
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        msg = f"tokens must be one-dimensional, found shape {list(array.shape)}"
+        raise ValueError(msg)
+    if array.size == 0:
+        return np.empty(0, np.uint32)
+    if array.dtype.kind not in "iu":
+        msg = f"tokens must be integers, found dtype {array.dtype}"
+        raise ValueError(msg)
+    if array.dtype == np.uint32:
+        return np.ascontiguousarray(array)
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= TOKEN_LIMIT:
+        msg = f"token ids must lie in [0, 2**32), found {low if low < 0 else high}"
+        raise ValueError(msg)
+    return np.ascontiguousarray(array, np.uint32)
+
+
+def _text(tag: bytes, value: str | None) -> bytes:
+    if value is None:
+        return tag + b"n"
+    encoded = value.encode("utf-8", "surrogatepass")
+    return tag + b"s" + _U64.pack(len(encoded)) + encoded
+
+
+def namespace_digest(fingerprint: str, block_tokens: int, namespace: Namespace) -> BlockHash:
+    """Return the digest that stands before the first block: the root of every chain.
+
+    ``fingerprint`` is the layout's; with ``block_tokens`` it makes blocks of another layout or
+    another size unreachable rather than wrong.
+    """
+    parts = [
+        b"kvstore.namespace.1",
+        _text(b"L", fingerprint),
+        b"B" + _U64.pack(block_tokens),
+        _text(b"M", namespace.model),
+        _text(b"W", namespace.weights),
+        _text(b"T", namespace.tokenizer),
+        _text(b"A", namespace.adapter),
+        _text(b"S", namespace.tenant),
+        b"G" + _U64.pack(namespace.generation),
+    ]
+    return BlockHash(hashlib.sha256(b"".join(parts)).digest())
+
+
+def block_hashes(
+    root: BlockHash,
+    tokens: NDArray[np.uint32],
+    block_tokens: int,
+    images: Sequence[ImageSpan] = (),
+) -> list[BlockHash]:
+    """Return the chained digest of every whole block of ``tokens``, first block first.
+
+    Digest i covers the root, every token and every image up to the end of block i. Tokens after
+    the last whole block are ignored.
+
+    Cost: one SHA-256 over 4 bytes a token plus 45 bytes a block, in one pass.
+    """
+    if sys.byteorder == "big":
+        tokens = tokens.byteswap()
+    data = memoryview(tokens).cast("B") if tokens.size else memoryview(b"")
+    stride = 4 * block_tokens
+    head = b"kvb1" + _U32.pack(block_tokens)
+    no_images = _U32.pack(0)
+    tails = _image_fields(images, block_tokens) if images else {}
+    sha256 = hashlib.sha256
+    digests: list[BlockHash] = []
+    parent: bytes = root
+    for number in range(len(tokens) // block_tokens):
+        digest = sha256(head + parent)
+        digest.update(data[number * stride : (number + 1) * stride])
+        digest.update(tails.get(number, no_images))
+        parent = digest.digest()
+        digests.append(BlockHash(parent))
+    return digests
+
+
+def _image_fields(images: Sequence[ImageSpan], block_tokens: int) -> dict[int, bytes]:
+    """Encode, for each block that an image touches, what it shows there."""
+    spans: dict[int, list[bytes]] = {}
+    previous_stop = 0
+    for image in sorted(images):
+        if image.start < previous_stop:
+            msg = f"image spans overlap at token {image.start}"
+            raise ValueError(msg)
+        previous_stop = image.stop
+        for number in range(image.start // block_tokens, (image.stop - 1) // block_tokens + 1):
+            start = max(image.start, number * block_tokens)
+            stop = min(image.stop, (number + 1) * block_tokens)
+            place = struct.pack(
+                "<QQQ", start - number * block_tokens, stop - start, start - image.start
+            )
+            field = b"I" + place + _U64.pack(len(image.digest)) + image.digest
+            spans.setdefault(number, []).append(field)
+    return {number: _U32.pack(len(fields)) + b"".join(fields) for number, fields in spans.items()}

@@ -1,0 +1,478 @@
+"""What a model caches: groups of layers, their entries, and how long each is worth keeping.
+
+A layout knows bytes and lifetimes. It knows no tier, no token and no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+
+class Lifetime(Enum):
+    """How long the entries of a group are worth keeping, and so where they may live."""
+
+    GLOBAL = "global"
+    """Read by every later token: kept for days, in device pages and on SSD."""
+    WINDOW = "window"
+    """Read by the next few tokens only: kept for minutes, in the host window pool alone."""
+    TRANSIENT = "transient"
+    """Never worth keeping: counted by the footprint, stored nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryFormat:
+    """How the values of one entry become bytes.
+
+    An entry is its ``planes``, one after the other: the packed values, then their scales.
+
+    Source: spec of the formats in docs/format.md, section 3.
+    """
+
+    name: str
+    value_bits: int
+    scale_block: int = 0
+    """Values that share one scale byte; 0 when the format has no scales."""
+
+    def planes(self, values: int) -> tuple[int, ...]:
+        """Bytes of each plane of an entry of ``values`` values."""
+        if self.value_bits * values % 8 or (self.scale_block and values % self.scale_block):
+            unit = math.lcm(8 // math.gcd(8, self.value_bits), self.scale_block or 1)
+            msg = f"{self.name} packs {unit} values at a time, an entry of {values} does not divide"
+            raise ConfigError(msg)
+        packed = self.value_bits * values // 8
+        return (packed, values // self.scale_block) if self.scale_block else (packed,)
+
+    def entry_bytes(self, values: int) -> int:
+        """Bytes of an entry of ``values`` values."""
+        return sum(self.planes(values))
+
+
+FORMATS: Mapping[str, EntryFormat] = {
+    entry_format.name: entry_format
+    for entry_format in (
+        EntryFormat(name="u8", value_bits=8),
+        EntryFormat(name="f16", value_bits=16),
+        EntryFormat(name="bf16", value_bits=16),
+        EntryFormat(name="f32", value_bits=32),
+        EntryFormat(name="nvfp4", value_bits=4, scale_block=16),
+        EntryFormat(name="mxfp4", value_bits=4, scale_block=32),
+        EntryFormat(name="mxfp8", value_bits=8, scale_block=32),
+    )
+}
+"""Every entry format that a layout can name."""
+
+SCALE_RULES: Mapping[str, tuple[str, ...]] = {
+    "nvfp4": ("v41", "torchao"),
+    "mxfp4": ("floor", "even", "rceil"),
+}
+"""Rules for choosing a block's scale, by format. The first is the default. Source: docs/format.md."""
+
+DTYPE_FORMATS: Mapping[str, str] = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "uint8": "u8",
+}
+"""Names that model configs use, as entry formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that cache one kind of entry.
+
+    Invariants:
+        ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule`` belongs to
+        ``entry_format``.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    """Ids of the layers that own entries; layers that only read them are not listed."""
+    values: int
+    """Values in one entry of one layer."""
+    entry_format: str
+    lifetime: Lifetime = Lifetime.GLOBAL
+    tokens_per_entry: int = 1
+    scale_rule: str = ""
+
+    def __post_init__(self) -> None:
+        """Reject a group that could not be stored."""
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            msg = f"group {self.name!r}: layers must be distinct, ascending and not empty, found {self.layers}"
+            raise ConfigError(msg)
+        if self.tokens_per_entry < 1 or self.values < 1:
+            msg = (
+                f"group {self.name!r}: tokens_per_entry and values must be at least 1, "
+                f"found {self.tokens_per_entry} and {self.values}"
+            )
+            raise ConfigError(msg)
+        if self.entry_format not in FORMATS:
+            msg = f"group {self.name!r}: unknown entry format {self.entry_format!r}, expected one of {', '.join(FORMATS)}"
+            raise ConfigError(msg)
+        rules = SCALE_RULES.get(self.entry_format, ("",))
+        if not self.scale_rule:
+            object.__setattr__(self, "scale_rule", rules[0])
+        if self.scale_rule not in rules:
+            msg = f"group {self.name!r}: {self.entry_format} has no scale rule {self.scale_rule!r}, expected one of {', '.join(rules)}"
+            raise ConfigError(msg)
+        self.planes  # noqa: B018 - raises for a number of values that the format cannot pack
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bytes of each plane of one entry: packed values, then scales."""
+        return FORMATS[self.entry_format].planes(self.values)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of one layer."""
+        return sum(self.planes)
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        """Bytes that one token adds, over all layers of the group."""
+        return Fraction(len(self.layers) * self.entry_bytes, self.tokens_per_entry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a model caches.
+
+    Invariants:
+        At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive exactly
+        when there are WINDOW groups.
+    """
+
+    model: str
+    """A label for people. It is not part of the fingerprint."""
+    groups: tuple[LayerGroup, ...]
+    window_tokens: int = 0
+    """W: how many of the last tokens a window layer reads, the query's own token included."""
+    _fingerprint: str = field(default="", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Reject a layout that no cache could hold."""
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            msg = f"layout {self.model!r}: group names must be distinct, found {names}"
+            raise ConfigError(msg)
+        if not self.global_groups:
+            msg = f"layout {self.model!r} has no GLOBAL group, so there is nothing to keep"
+            raise ConfigError(msg)
+        if bool(self.window_groups) != (self.window_tokens > 0):
+            msg = (
+                f"layout {self.model!r}: window_tokens is {self.window_tokens} "
+                f"with {len(self.window_groups)} WINDOW groups; give both or neither"
+            )
+            raise ConfigError(msg)
+        object.__setattr__(self, "_fingerprint", self._digest())
+
+    @property
+    def global_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups that tiers keep."""
+        return tuple(group for group in self.groups if group.lifetime is Lifetime.GLOBAL)
+
+    @property
+    def window_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups that the window pool keeps."""
+        return tuple(group for group in self.groups if group.lifetime is Lifetime.WINDOW)
+
+    def group(self, name: str) -> LayerGroup:
+        """Return the group of that name, or raise ``ValueError`` naming those there are."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        msg = f"layout {self.model!r} has no group {name!r}, expected one of {', '.join(g.name for g in self.groups)}"
+        raise ValueError(msg)
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        """Bytes of global KV that one token adds."""
+        return sum((group.bytes_per_token for group in self.global_groups), Fraction(0))
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of one window snapshot of ``window_tokens`` rows."""
+        rows = self.window_tokens
+        return sum(
+            len(g.layers) * g.entry_bytes * rows // g.tokens_per_entry for g in self.window_groups
+        )
+
+    @property
+    def alignment(self) -> int:
+        """Least number of tokens that is a whole number of entries in every GLOBAL group."""
+        return math.lcm(*(group.tokens_per_entry for group in self.global_groups))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides how GLOBAL entries are laid out in bytes."""
+        return self._fingerprint
+
+    def _digest(self) -> str:
+        groups = [
+            [g.name, list(g.layers), g.values, g.entry_format, g.tokens_per_entry, g.scale_rule]
+            for g in self.global_groups
+        ]
+        text = json.dumps(["kvstore.layout.1", groups], separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def layout(
+    source: str | Path | Mapping[str, Any], *, dtype: str | Mapping[str, str] | None = None
+) -> Layout:
+    """Return the layout of a model.
+
+    ``source`` is a preset's name, the path of a Hugging Face ``config.json`` (or of the folder that
+    holds one), or such a config as a mapping. ``dtype`` overrides the entry format of a dense
+    model: one name for all groups, or one per group as ``{"k": "bf16", "v": "nvfp4"}``.
+
+    Raises:
+        ConfigError: for an unknown preset, a missing or unreadable file, or a kind of model whose
+            cache this version cannot describe.
+    """
+    if isinstance(source, Mapping):
+        return from_config(source, dtype=dtype)
+    preset = PRESETS.get(str(source))
+    if preset is not None:
+        if preset["model_type"] == "deepseek_v41_text" and dtype is not None:
+            msg = f"preset {source!r} has fixed entry formats, dtype={dtype!r} does not apply"
+            raise ConfigError(msg)
+        return from_config(preset, dtype=dtype)
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        msg = f"{str(source)!r} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json"
+        raise ConfigError(msg)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        msg = f"{path} is not a readable JSON file: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(config, dict):
+        msg = f"{path} holds a JSON {type(config).__name__}, expected an object with a model_type"
+        raise ConfigError(msg)
+    return from_config(config, dtype=dtype)
+
+
+def from_config(
+    config: Mapping[str, Any], *, dtype: str | Mapping[str, str] | None = None
+) -> Layout:
+    """Return the layout of a Hugging Face config. Raises ``ConfigError`` as :func:`layout` does."""
+    text = config.get("text_config", config)
+    if not isinstance(text, Mapping):
+        msg = f"text_config must be an object, found {type(text).__name__}"
+        raise ConfigError(msg)
+    kind = text.get("model_type", config.get("model_type"))
+    if kind == "deepseek_v41_text":
+        return _compressed_sparse(text)
+    return _dense(text, kind, dtype)
+
+
+def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        msg = f"config field {name} must be a positive integer, found {value!r}"
+        raise ConfigError(msg)
+    return value
+
+
+def _entry_format(dtype: str) -> str:
+    name = DTYPE_FORMATS.get(dtype.removeprefix("torch."), dtype)
+    if name not in FORMATS:
+        known = ", ".join([*FORMATS, *DTYPE_FORMATS])
+        msg = f"unknown dtype {dtype!r}, expected one of {known}"
+        raise ConfigError(msg)
+    return name
+
+
+_OTHER_CACHES = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "compress_ratios": "compressed attention",
+    "linear_num_key_heads": "linear attention",
+    "ssm_state_size": "state-space layers",
+}
+"""Config fields that say a model does not cache plain keys and values in every layer."""
+
+
+def _dense(
+    config: Mapping[str, Any], kind: object, dtype: str | Mapping[str, str] | None
+) -> Layout:
+    """Layout of a model whose every layer caches one key and one value per token and KV head."""
+    for name, meaning in _OTHER_CACHES.items():
+        if config.get(name):
+            msg = f"model type {kind!r} uses {meaning} ({name}), expected dense attention in every layer"
+            raise ConfigError(msg)
+    layer_types = config.get("layer_types") or []
+    if any(layer_type != "full_attention" for layer_type in layer_types):
+        msg = f"model type {kind!r} mixes layer types {sorted(set(layer_types))}, expected full_attention in every layer"
+        raise ConfigError(msg)
+    if not layer_types and config.get("sliding_window") and config.get("use_sliding_window", True):
+        msg = f"model type {kind!r} has a sliding window of {config['sliding_window']}, expected dense attention"
+        raise ConfigError(msg)
+    heads = _field(config, "num_attention_heads")
+    kv_heads = _field(config, "num_key_value_heads", heads)
+    head_dim = _field(config, "head_dim", _field(config, "hidden_size") // heads)
+    layers = tuple(range(_field(config, "num_hidden_layers")))
+    chosen = (
+        dtype
+        if dtype is not None
+        else config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    )
+    by_group = dict(chosen) if isinstance(chosen, Mapping) else {"k": str(chosen), "v": str(chosen)}
+    if set(by_group) != {"k", "v"}:
+        msg = f"dtype names groups {sorted(by_group)}, a dense model has exactly k and v"
+        raise ConfigError(msg)
+    groups = tuple(
+        LayerGroup(
+            name=name,
+            layers=layers,
+            values=kv_heads * head_dim,
+            entry_format=_entry_format(by_group[name]),
+        )
+        for name in ("k", "v")
+    )
+    return Layout(model=str(config.get("_name_or_path") or kind or "dense"), groups=groups)
+
+
+_INDEX_DTYPE_RULE = "rceil"
+"""Scale rule of indexer keys. Source: DeepSeek V4 indexer, spec/fp4 section 1.3."""
+_PAIR_STATE_BYTES = 4
+"""Compressor pair state is FP32: one key-value and one score per channel."""
+_DRAFT_ROW_BYTES = 2
+"""Draft rows are BF16."""
+
+
+def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
+    """Layout of a causal encoder-decoder with compressed sparse attention (DeepSeek-V4.1).
+
+    Owners are ``kv_source_layer_ids``. Owners of one compression ratio share a group for their main
+    entries (NVFP4) and one for their indexer keys (MXFP4). The encoder is every layer below the
+    last owner; its windows are pooled, the decoder's are not.
+    """
+    ratios = list(_sequence(config, "compress_ratios"))
+    owners = tuple(_sequence(config, "kv_source_layer_ids"))
+    layer_count = _field(config, "num_hidden_layers")
+    if not owners or max(owners) >= layer_count or len(ratios) < layer_count:
+        msg = (
+            f"compress_ratios needs an item for each of {layer_count} layers and kv_source_layer_ids "
+            f"must lie among them, found {len(ratios)} ratios and sources {list(owners)}"
+        )
+        raise ConfigError(msg)
+    head_dim = _field(config, "head_dim")
+    index_dim = _field(config, "index_head_dim")
+    last_owner = max(owners)
+    groups: list[LayerGroup] = []
+    for ratio in sorted({ratios[owner] for owner in owners}, reverse=True):
+        if ratio < 1:
+            msg = f"kv source layers must have a compression ratio of at least 1, found {ratio}"
+            raise ConfigError(msg)
+        members = tuple(owner for owner in owners if ratios[owner] == ratio)
+        shared = {"layers": members, "tokens_per_entry": ratio}
+        groups += [
+            LayerGroup(
+                name=f"main_r{ratio}",
+                values=head_dim,
+                entry_format="nvfp4",
+                scale_rule="v41",
+                **shared,
+            ),
+            LayerGroup(
+                name=f"index_r{ratio}",
+                values=index_dim,
+                entry_format="mxfp4",
+                scale_rule=_INDEX_DTYPE_RULE,
+                **shared,
+            ),
+        ]
+    groups.append(
+        LayerGroup(
+            name="window",
+            layers=tuple(range(last_owner)),
+            values=head_dim,
+            entry_format="mxfp8",
+            lifetime=Lifetime.WINDOW,
+        )
+    )
+    groups.append(
+        LayerGroup(
+            name="decoder_window",
+            layers=tuple(range(last_owner, layer_count)),
+            values=head_dim,
+            entry_format="mxfp8",
+            lifetime=Lifetime.TRANSIENT,
+        )
+    )
+    pooling = tuple(owner for owner in owners if ratios[owner] > 1)
+    if pooling:
+        groups.append(
+            LayerGroup(
+                name="pair_ring",
+                layers=pooling,
+                values=2 * head_dim * _PAIR_STATE_BYTES,
+                entry_format="u8",
+                lifetime=Lifetime.TRANSIENT,
+            )
+        )
+    drafts = int(config.get("num_nextn_predict_layers") or 0)
+    if drafts:
+        groups.append(
+            LayerGroup(
+                name="draft",
+                layers=tuple(range(layer_count, layer_count + drafts)),
+                values=head_dim * _DRAFT_ROW_BYTES,
+                entry_format="u8",
+                lifetime=Lifetime.TRANSIENT,
+            )
+        )
+    return Layout(
+        model=str(config.get("_name_or_path") or "deepseek_v41"),
+        groups=tuple(groups),
+        window_tokens=_field(config, "sliding_window"),
+    )
+
+
+def _sequence(config: Mapping[str, Any], name: str) -> Sequence[int]:
+    value = config.get(name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, int) for item in value):
+        msg = f"config field {name} must be a list of integers, found {value!r}"
+        raise ConfigError(msg)
+    return value
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Source: config.json of the release as quoted in the specification, section 1.1.
+    "deepseek-v4.1-flash": {
+        "_name_or_path": "deepseek-v4.1-flash",
+        "model_type": "deepseek_v41_text",
+        "num_hidden_layers": 40,
+        "head_dim": 512,
+        "index_head_dim": 128,
+        "sliding_window": 128,
+        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "num_nextn_predict_layers": 3,
+    },
+    # Source: config.json of HuggingFaceTB/SmolLM2-135M-Instruct.
+    "smollm2-135m": {
+        "_name_or_path": "smollm2-135m",
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "dtype": "bfloat16",
+    },
+}
+"""Configs of models that can be named instead of read."""
