@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import numpy_reference
 from kvstore.codec import fp4 as codec_fp4
+from kvstore.codec import numpy_reference
 from kvstore.layout import FORMATS, SCALE_RULES
 
 RULES = [(name, rule) for name, rules in SCALE_RULES.items() for rule in rules]
@@ -98,7 +98,9 @@ def test_importing_fp4_loads_neither_torch_nor_ml_dtypes() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.requires_grad_(), lambda x: x._neg_view()])
+@pytest.mark.parametrize(
+    "make", [lambda x: x, lambda x: x.requires_grad_(), lambda x: x._neg_view()]
+)
 def test_tensor_views_and_parameters_are_read_as_numbers(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -138,9 +140,7 @@ def rest_of(buffer: NDArray[np.uint8], view: NDArray[np.generic]) -> NDArray[np.
     """Bytes of a buffer outside of a view."""
     copy = buffer.copy()
     start = view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
-    inside = np.ndarray(
-        (*view.shape, view.itemsize), np.uint8, copy, start, (*view.strides, 1)
-    )
+    inside = np.ndarray((*view.shape, view.itemsize), np.uint8, copy, start, (*view.strides, 1))
     inside[...] = REDZONE
     return copy
 
@@ -246,9 +246,7 @@ def test_an_output_may_run_backwards() -> None:
 
 @pytest.mark.parametrize(("entry_format", "rule"), RULES)
 @pytest.mark.parametrize("payload", [0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF800001])
-def test_a_nan_makes_its_block_nan_and_no_other(
-    entry_format: str, rule: str, payload: int
-) -> None:
+def test_a_nan_makes_its_block_nan_and_no_other(entry_format: str, rule: str, payload: int) -> None:
     block = FORMATS[entry_format].scale_block
     for place_in_block in (0, 1, block - 1):
         values = random_values((3, block))
