@@ -1,7 +1,7 @@
 """Leaf-first LRU: the least recently used evictable segment goes, from its tail.
 
-A heap orders segments by last use, the deeper tail first among equals. Entries are never updated in place:
-a use pushes a new one, and stale ones are dropped when they surface, so every event costs
+A heap orders segments by last use, the deeper tail first among equals. Entries are never updated in
+place: a use pushes a new one, and stale ones are dropped when they surface, so every event costs
 O(log n). The heap is rebuilt when stale entries outnumber live ones.
 """
 
