@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -174,7 +175,7 @@ def test_any_shape_and_stride_gives_the_bytes_of_the_reference_and_no_other(
         assert (rest_of(buffer, view) == REDZONE).all()
 
     target_buffer, target = place(shape, dtype, data.draw(strided(shape, itemsize)))
-    assert fp4.unpack(*out, entry_format, dtype=dtype, out=target) is target
+    assert fp4.unpack(out[0], out[1], entry_format, dtype=dtype, out=target) is target
     exact = numpy_reference.unpack(expected.nibbles, expected.scales, entry_format)
     bits = numpy_reference.narrow(exact, np.dtype(dtype).name)
     assert np.ascontiguousarray(target).tobytes() == bits.tobytes()
@@ -228,8 +229,8 @@ def test_views_are_packed_as_their_copies(
     expected = fp4.pack(np.ascontiguousarray(values), "nvfp4")
     packed = fp4.pack(values, "nvfp4")
     assert all(map(np.array_equal, packed, expected))
-    strided_planes = [np.repeat(plane, 2, axis=-1)[..., ::2] for plane in packed]
-    decoded = fp4.unpack(*strided_planes, "nvfp4", dtype="float32")
+    nibbles, scales = (np.repeat(plane, 2, axis=-1)[..., ::2] for plane in packed)
+    decoded = fp4.unpack(nibbles, scales, "nvfp4", dtype="float32")
     assert np.array_equal(decoded, fp4.unpack(*expected, "nvfp4", dtype="float32"))
 
 
@@ -340,43 +341,43 @@ def read_only(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 SHARED = empty(2, 40)
 PACK_ERRORS = {
-    "list": (dict(values=[1.0] * 16), "values must be a NumPy array or a torch tensor, found list"),
-    "scalar": (dict(values=np.array(1.0, np.float32)), "at least one axis, found a scalar"),
-    "float64": (dict(values=np.ones((2, 32))), "float32 or float16 or bfloat16, found float64"),
-    "int tensor": (dict(values=torch.ones(32, dtype=torch.int32)), "bfloat16, found int32"),
-    "swapped": (dict(values=ONES.astype(">f4")), "found float32, byte-swapped"),
-    "block": (dict(values=ONES[:, :24]), "multiple of the nvfp4 block of 16, found 24"),
-    "format": (dict(entry_format="fp4"), "unknown FP4 format 'fp4', expected one of nvfp4, mxfp4"),
-    "other format": (dict(entry_format="mxfp8"), "unknown FP4 format 'mxfp8'"),
-    "rule": (dict(scale_rule="floor"), "nvfp4 has no scale rule 'floor', expected one of v41, "),
-    "empty rule": (dict(scale_rule=""), "nvfp4 has no scale rule ''"),
-    "v41 global": (dict(global_scale=0.5), "rule 'v41' has no global scale, expected 1, found 0.5"),
-    "mx global": (dict(entry_format="mxfp4", global_scale=2.0), "mxfp4 has no global scale"),
-    "zero global": (dict(scale_rule="torchao", global_scale=0.0), "2\\*\\*100\\], found 0.0"),
-    "nan global": (dict(scale_rule="torchao", global_scale=float("nan")), "found nan"),
-    "out pair": (dict(out=(empty(2, 16),)), "the pair \\(nibbles, scales\\), found 1 items"),
-    "out shape": (dict(out=(empty(2, 15), empty(2, 2))), "shape \\[2, 16\\], found \\[2, 15\\]"),
-    "out scales": (dict(out=(empty(2, 16), empty(2, 1))), "out scales must have shape \\[2, 2\\]"),
+    "list": ({"values": [1.0] * 16}, "values must be a NumPy array or a torch tensor, found list"),
+    "scalar": ({"values": np.array(1.0, np.float32)}, "at least one axis, found a scalar"),
+    "float64": ({"values": np.ones((2, 32))}, "float32 or float16 or bfloat16, found float64"),
+    "int tensor": ({"values": torch.ones(32, dtype=torch.int32)}, "bfloat16, found int32"),
+    "swapped": ({"values": ONES.astype(">f4")}, "found float32, byte-swapped"),
+    "block": ({"values": ONES[:, :24]}, "multiple of the nvfp4 block of 16, found 24"),
+    "format": ({"entry_format": "fp4"}, "unknown FP4 format 'fp4', expected one of nvfp4, mxfp4"),
+    "other format": ({"entry_format": "mxfp8"}, "unknown FP4 format 'mxfp8'"),
+    "rule": ({"scale_rule": "floor"}, "nvfp4 has no scale rule 'floor', expected one of v41, "),
+    "empty rule": ({"scale_rule": ""}, "nvfp4 has no scale rule ''"),
+    "v41 global": ({"global_scale": 0.5}, "rule 'v41' has no global scale, expected 1, found 0.5"),
+    "mx global": ({"entry_format": "mxfp4", "global_scale": 2.0}, "mxfp4 has no global scale"),
+    "zero global": ({"scale_rule": "torchao", "global_scale": 0.0}, "2\\*\\*100\\], found 0.0"),
+    "nan global": ({"scale_rule": "torchao", "global_scale": float("nan")}, "found nan"),
+    "out pair": ({"out": (empty(2, 16),)}, "the pair \\(nibbles, scales\\), found 1 items"),
+    "out shape": ({"out": (empty(2, 15), empty(2, 2))}, "shape \\[2, 16\\], found \\[2, 15\\]"),
+    "out scales": ({"out": (empty(2, 16), empty(2, 1))}, "out scales must have shape \\[2, 2\\]"),
     "out dtype": (
-        dict(out=(empty(2, 16, dtype=np.int8), empty(2, 2))),
+        {"out": (empty(2, 16, dtype=np.int8), empty(2, 2))},
         "out nibbles must have dtype uint8, found int8",
     ),
     "out kind": (
-        dict(out=(torch.zeros(2, 16, dtype=torch.uint8), empty(2, 2))),
+        {"out": (torch.zeros(2, 16, dtype=torch.uint8), empty(2, 2))},
         "must be a NumPy array like the input, found a torch tensor",
     ),
-    "out stride": (dict(out=(empty(2, 32)[:, ::2], empty(2, 2))), "stride of 2 bytes, expected 1"),
-    "out read-only": (dict(out=(empty(2, 16), read_only(empty(2, 2)))), "found a read-only array"),
+    "out stride": ({"out": (empty(2, 32)[:, ::2], empty(2, 2))}, "stride of 2 bytes, expected 1"),
+    "out read-only": ({"out": (empty(2, 16), read_only(empty(2, 2)))}, "found a read-only array"),
     "out itself": (
-        dict(out=(np.ndarray((2, 16), np.uint8, empty(40), 0, (8, 1)), empty(2, 2))),
+        {"out": (np.ndarray((2, 16), np.uint8, empty(40), 0, (8, 1)), empty(2, 2))},
         "out nibbles overlaps itself: strides \\[8, 1\\]",
     ),
     "out each other": (
-        dict(out=(SHARED[:, :16], SHARED[:, 15:17])),
+        {"out": (SHARED[:, :16], SHARED[:, 15:17])},
         "out nibbles and out scales overlap",
     ),
     "out and values": (
-        dict(out=(ONES.view(np.uint8)[:, :16], empty(2, 2))),
+        {"out": (ONES.view(np.uint8)[:, :16], empty(2, 2))},
         "out nibbles and values overlap",
     ),
 }  # fmt: skip
@@ -384,7 +385,7 @@ PACK_ERRORS = {
 
 @pytest.mark.parametrize(("change", "message"), PACK_ERRORS.values(), ids=PACK_ERRORS.keys())
 def test_pack_errors_name_found_and_expected(change: dict[str, object], message: str) -> None:
-    arguments = {"values": ONES, "entry_format": "nvfp4", **change}
+    arguments: dict[str, Any] = {"values": ONES, "entry_format": "nvfp4", **change}
     before = ONES.tobytes()
     with pytest.raises(ValueError, match=message):
         fp4.pack(**arguments)
@@ -397,25 +398,28 @@ def test_pack_errors_name_found_and_expected(change: dict[str, object], message:
 
 
 UNPACK_ERRORS = {
-    "nibble dtype": (dict(nibbles=NIBBLES.view(np.int8)), "nibbles must have dtype uint8"),
-    "scale dtype": (dict(scales=SCALES.astype(np.float32)), "scales must have dtype uint8"),
+    "nibble dtype": ({"nibbles": NIBBLES.view(np.int8)}, "nibbles must have dtype uint8"),
+    "scale dtype": ({"scales": SCALES.astype(np.float32)}, "scales must have dtype uint8"),
     "float8": (
-        dict(scales=SCALES.view(ml_dtypes.float8_e4m3fn)),
+        {"scales": SCALES.view(ml_dtypes.float8_e4m3fn)},
         "scales must have dtype uint8, found float8_e4m3fn",
     ),
-    "kinds": (dict(scales=torch.from_numpy(SCALES)), "both be NumPy arrays or both torch tensors"),
-    "scale shape": (dict(scales=SCALES[:, :1]), "scales must have shape \\[2, 2\\] for nvfp4"),
-    "scale axes": (dict(scales=SCALES[0]), "found \\[2\\]"),
-    "block": (dict(nibbles=NIBBLES[:, :4]), "multiple of the nvfp4 block of 16, found 8 values"),
-    "format": (dict(entry_format="int4"), "unknown FP4 format 'int4'"),
-    "dtype": (dict(dtype="float64"), "unknown dtype 'float64', expected one of float32, float16"),
-    "bytes": (dict(dtype="uint8"), "dtype must be float32 or float16 or bfloat16, found uint8"),
-    "global": (dict(global_scale=-1.0), "global_scale must lie in .* found -1.0"),
-    "out dtype": (dict(out=np.empty((2, 32), np.float16)), "out must have dtype float32, found f"),
-    "out bits": (dict(out=np.empty((2, 32), np.uint16)), "out must have dtype float32, found uint"),
-    "out shape": (dict(out=np.empty((2, 31), np.float32)), "out must have shape \\[2, 32\\]"),
+    "kinds": (
+        {"scales": torch.from_numpy(SCALES)},
+        "scales must be a NumPy array like the input, found a t",
+    ),
+    "scale shape": ({"scales": SCALES[:, :1]}, "scales must have shape \\[2, 2\\] for nvfp4"),
+    "scale axes": ({"scales": SCALES[0]}, "found \\[2\\]"),
+    "block": ({"nibbles": NIBBLES[:, :4]}, "multiple of the nvfp4 block of 16, found 8 values"),
+    "format": ({"entry_format": "int4"}, "unknown FP4 format 'int4'"),
+    "dtype": ({"dtype": "float64"}, "unknown dtype 'float64', expected one of float32, float16"),
+    "bytes": ({"dtype": "uint8"}, "dtype must be float32 or float16 or bfloat16, found uint8"),
+    "global": ({"global_scale": -1.0}, "global_scale must lie in .* found -1.0"),
+    "out dtype": ({"out": np.empty((2, 32), np.float16)}, "out must have dtype float32, found f"),
+    "out bits": ({"out": np.empty((2, 32), np.uint16)}, "out must have dtype float32, found uint"),
+    "out shape": ({"out": np.empty((2, 31), np.float32)}, "out must have shape \\[2, 32\\]"),
     "out overlap": (
-        dict(out=np.zeros((2, 32), np.float32), nibbles=None),
+        {"out": np.zeros((2, 32), np.float32), "nibbles": None},
         "out and nibbles overlap",
     ),
 }
@@ -423,8 +427,8 @@ UNPACK_ERRORS = {
 
 @pytest.mark.parametrize(("change", "message"), UNPACK_ERRORS.values(), ids=UNPACK_ERRORS.keys())
 def test_unpack_errors_name_found_and_expected(change: dict[str, object], message: str) -> None:
-    arguments = {"nibbles": NIBBLES, "scales": SCALES, "entry_format": "nvfp4", "dtype": "float32"}
-    arguments |= change
+    arguments: dict[str, Any] = {"nibbles": NIBBLES, "scales": SCALES, "entry_format": "nvfp4"}
+    arguments |= {"dtype": "float32", **change}
     if arguments["nibbles"] is None:
         out = arguments["out"]
         assert isinstance(out, np.ndarray)

@@ -63,7 +63,7 @@ def test_every_pattern_as_the_largest_of_its_block(
     # Magnitudes order as their bits do: element k is a k-th of the bits of the largest.
     shares = np.arange(block, dtype=np.uint32)
     smaller = ((bits & 0x7FFF).astype(np.uint32)[:, None] * shares // (block - 1)).astype(np.uint16)
-    blocks = smaller | ((shares % 2).astype(np.uint16) << 15)
+    blocks: NDArray[np.uint16] = smaller | ((shares % 2) << 15).astype(np.uint16)
     blocks[np.arange(65536), np.arange(65536) % block] = bits
     assert_packs_as_the_reference(blocks, dtype, entry_format, rule)
 
