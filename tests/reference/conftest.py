@@ -13,6 +13,7 @@ import kvstore
 sys.path.insert(0, "/tmp"); from plan_ref import floors as plan_floors
 
 
+torch.set_num_threads(1)
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -118,6 +119,8 @@ class Fake:
         ])
         return s
 
+    def flush(self): pass
+
     def store(self, tokens: Any, entries: Any, start: int = 0) -> None:
         for b in range(start, len(tokens) // self.bt * self.bt, self.bt):
             key = tokens[: b + self.bt].tobytes()
@@ -142,3 +145,38 @@ class Match:
 
     def __exit__(self, *a: Any) -> None:
         pass
+
+
+LOGITS_EQUAL = 1e-9
+"""Logits that differ by less are equal: matrix products may round differently for other shapes."""
+
+
+def prompt_tokens(length: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, length).astype(np.uint32)
+
+
+def difference(one: Any, other: Any) -> float:
+    return float((one.logits - other.logits).abs().max())
+
+
+def entries_equal(one: Any, other: Any, *, start: int = 0, stop: int | None = None) -> bool:
+    """Say whether the entries of tokens ``[start, stop)`` are byte-equal, by default to the end."""
+    for ratio in (1, 2):
+        for kind in ("main", "index"):
+            name = f"{kind}_r{ratio}"
+            parts = []
+            for result in (one, other):
+                skip = result.entries_start // ratio
+                end = None if stop is None else stop // ratio - skip
+                parts.append(result.entries[name][:, start // ratio - skip : end])
+            if not np.array_equal(*parts):
+                return False
+    return True
+
+
+import contextlib
+
+
+@contextlib.contextmanager
+def open_cache(path, config, *, window_rows=128, block_tokens=128, dtype=torch.float64):
+    yield Fake(config.layout(dtype), window_rows, block_tokens)
