@@ -1,5 +1,7 @@
 """A KV-cache store for LLM inference that knows what each byte of a model's cache is for."""
 
+from kvstore.assembly import PrefixCache
+from kvstore.cache import Entries, Match, Pages, Stored
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -9,24 +11,30 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.hash import ImageSpan
-from kvstore.layout import Layout, LayerGroup, Lifetime, layout
-from kvstore.namespace import Namespace
+from kvstore.layout import LayerGroup, Layout, Lifetime, layout
+from kvstore.namespace import Namespace, weights_digest
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
 
 __all__ = [
     "CapacityError",
     "ConfigError",
+    "Entries",
     "ImageSpan",
     "KVStoreError",
     "LayerGroup",
     "Layout",
     "LayoutMismatch",
     "Lifetime",
+    "Match",
     "Namespace",
+    "Pages",
+    "PrefixCache",
     "ReplayHook",
     "ReplayRequest",
     "StoreBusy",
     "StoreError",
+    "Stored",
     "WindowSnapshot",
     "layout",
+    "weights_digest",
 ]

@@ -114,7 +114,7 @@ def block_hashes(
     """
     if sys.byteorder == "big":
         tokens = tokens.byteswap()
-    data = memoryview(tokens).cast("B") if tokens.size else memoryview(b"")
+    data = tokens.tobytes()
     stride = 4 * block_tokens
     head = b"kvb1" + _U32.pack(block_tokens)
     no_images = _U32.pack(0)

@@ -346,7 +346,7 @@ def _dense(
     return Layout(model=str(config.get("_name_or_path") or kind or "dense"), groups=groups)
 
 
-_INDEX_DTYPE_RULE = "rceil"
+_INDEX_SCALE_RULE = "rceil"
 """Scale rule of indexer keys. Source: DeepSeek V4 indexer, spec/fp4 section 1.3."""
 _PAIR_STATE_BYTES = 4
 """Compressor pair state is FP32: one key-value and one score per channel."""
@@ -379,22 +379,19 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
             msg = f"kv source layers must have a compression ratio of at least 1, found {ratio}"
             raise ConfigError(msg)
         members = tuple(owner for owner in owners if ratios[owner] == ratio)
-        shared = {"layers": members, "tokens_per_entry": ratio}
         groups += [
             LayerGroup(
-                name=f"main_r{ratio}",
-                values=head_dim,
-                entry_format="nvfp4",
-                scale_rule="v41",
-                **shared,
-            ),
-            LayerGroup(
-                name=f"index_r{ratio}",
-                values=index_dim,
-                entry_format="mxfp4",
-                scale_rule=_INDEX_DTYPE_RULE,
-                **shared,
-            ),
+                name=f"{part}_r{ratio}",
+                layers=members,
+                values=values,
+                entry_format=entry_format,
+                scale_rule=rule,
+                tokens_per_entry=ratio,
+            )
+            for part, values, entry_format, rule in (
+                ("main", head_dim, "nvfp4", "v41"),
+                ("index", index_dim, "mxfp4", _INDEX_SCALE_RULE),
+            )
         ]
     groups.append(
         LayerGroup(

@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Which segment goes first when a tier is full."""

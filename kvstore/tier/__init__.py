@@ -1,1 +1,1 @@
-"""Placeholder."""
+"""Where blocks live. Tiers move bytes; they decide nothing and do not know each other."""

@@ -1,0 +1,250 @@
+"""Wiring: options to objects. The only place that knows which implementation stands for what."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+from kvstore.cache import Scope, SharedTiers
+from kvstore.errors import ConfigError
+from kvstore.frame import FrameFormat
+from kvstore.layout import Layout
+from kvstore.layout import layout as layout_of
+from kvstore.namespace import Namespace
+from kvstore.tier.ssd import SsdOptions, open_ssd
+from kvstore.window import WindowPool
+
+if TYPE_CHECKING:
+    from kvstore.tier.device import DeviceTier
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
+
+
+def size_bytes(size: int | str, option: str) -> int:
+    """Return a size given as bytes or as text such as ``"4GiB"``. Raises ``ConfigError``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = float(size)
+    else:
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+        if found is None or found[2] not in _UNITS:
+            msg = f"{option} must be bytes or a size such as '4GiB' or '500MB', found {size!r}"
+            raise ConfigError(msg)
+        value = float(found[1]) * _UNITS[found[2]]
+    if value < 0:
+        msg = f"{option} must not be negative, found {size!r}"
+        raise ConfigError(msg)
+    return int(value)
+
+
+def format_text(layout: Layout, block_tokens: int) -> str:
+    """Return the one line that says what a store is for. Equal text means equal frames."""
+    groups = [
+        {
+            "name": group.name,
+            "layers": list(group.layers),
+            "values": group.values,
+            "entry_format": group.entry_format,
+            "scale_rule": group.scale_rule,
+            "tokens_per_entry": group.tokens_per_entry,
+        }
+        for group in layout.global_groups
+    ]
+    text = {
+        "model": layout.model,
+        "fingerprint": layout.fingerprint,
+        "block_tokens": block_tokens,
+        "groups": groups,
+    }
+    return json.dumps(text, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class _Opened:
+    shared: SharedTiers
+    count: int
+
+
+_opened: dict[tuple[int, int], _Opened] = {}
+"""Stores open in this process, by device and inode: LMDB must not open one twice."""
+_opening = threading.RLock()
+
+
+class PrefixCache(Scope):
+    """The scope that opened a store: what an engine holds.
+
+    A context manager; leaving it flushes and closes. Opening the same directory again in one
+    process shares the first opening, counted, with the first one's options.
+    """
+
+    def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
+        self._is_open = True
+        super().__init__(shared, namespace)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        layout: Layout | str,
+        namespace: Namespace,
+        block_tokens: int = 128,
+        ssd_bytes: int | str = "4GiB",
+        device: str = "cpu",
+        device_bytes: int | str = "256MiB",
+        window_bytes: int | str = "64MiB",
+        window_ttl: float = 300.0,
+        window_rows: int | None = None,
+        role: Literal["auto", "owner", "reader"] = "auto",
+        clock: Callable[[], float] | None = None,
+        preallocate: bool = False,
+    ) -> Self:
+        """Open the store in directory ``path``, creating it if need be.
+
+        Units:
+            Sizes are bytes or text such as ``"4GiB"``; ``window_ttl`` is seconds of ``clock``.
+
+        ``ssd_bytes`` is the hard cap of the file. ``role="auto"`` owns the store if nobody does
+        and reads it otherwise. ``window_rows`` is how many rows of a snapshot are kept (default W;
+        2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
+        ``clock`` replaces ``time.monotonic`` for leases and the window's time to live.
+
+        Raises:
+            ConfigError: for options that cannot work, such as a cap below 8 blocks.
+            LayoutMismatch: if the store holds blocks of another layout; it is left untouched.
+            StoreBusy: if ``role="owner"`` and another process owns it.
+            StoreError: if ``path`` is not a store, or a reader finds none.
+        """
+        model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
+        if role not in ("auto", "owner", "reader"):
+            msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
+            raise ConfigError(msg)
+        if window_ttl <= 0:
+            msg = f"window_ttl must be positive seconds, found {window_ttl}"
+            raise ConfigError(msg)
+        rows = model_layout.window_tokens if window_rows is None else window_rows
+        if model_layout.window_tokens and rows < model_layout.window_tokens - 1:
+            msg = (
+                f"window_rows must be at least W - 1 = {model_layout.window_tokens - 1}, found {rows}: "
+                "fewer rows serve no hit"
+            )
+            raise ConfigError(msg)
+        frame_format = FrameFormat(model_layout, block_tokens)
+        page_bytes = size_bytes(device_bytes, "device_bytes")
+        now = clock if clock is not None else time.monotonic
+        directory = Path(path).expanduser()
+        options = SsdOptions(
+            capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
+            frame_bytes=frame_format.frame_bytes,
+            format_text=format_text(model_layout, block_tokens),
+            role=role,
+            preallocate=preallocate,
+        )
+
+        def make_device() -> DeviceTier:
+            from kvstore.tier.device import DeviceTier  # imports torch: only who loads pays for it
+
+            return DeviceTier(frame_format, page_bytes, device)
+
+        def make_shared() -> SharedTiers:
+            ssd, set_aside = open_ssd(directory, options)
+            window = WindowPool(
+                model_layout,
+                capacity_bytes=size_bytes(window_bytes, "window_bytes"),
+                ttl_seconds=window_ttl,
+                rows=rows,
+                clock=now,
+                poison_on_free=bool(os.environ.get("KVSTORE_DEBUG")),
+            )
+            shared = SharedTiers(
+                frame_format=frame_format,
+                ssd=ssd,
+                window=window,
+                device_bytes=page_bytes,
+                open_device=make_device,
+                clock=now,
+                wall_clock=time.time,
+            )
+            shared.metrics.quarantined_stores += set_aside is not None
+            return shared
+
+        return cls(_share(directory, options, make_shared), namespace)
+
+    def close(self) -> None:
+        """Flush, and release the store when this was its last opening. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        _unshare(self._shared)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def _share(path: Path, options: SsdOptions, make: Callable[[], SharedTiers]) -> SharedTiers:
+    """Return the opening of ``path`` in this process, making it if there is none."""
+    from kvstore.tier.directory import claim_format
+
+    with _opening:
+        known = _identity(path)
+        if known is not None and known in _opened:
+            claim_format(path, options.format_text)  # another layout is refused here as well
+            opened = _opened[known]
+            opened.count += 1
+            opened.shared.metrics.shared_opens += 1
+            return opened.shared
+        shared = make()
+        made = _identity(path)
+        assert made is not None
+        _opened[made] = _Opened(shared, 1)
+        return shared
+
+
+def _unshare(shared: SharedTiers) -> None:
+    with _opening:
+        for key, opened in list(_opened.items()):
+            if opened.shared is shared:
+                opened.count -= 1
+                if opened.count:
+                    return
+                del _opened[key]
+        shared.close()
+
+
+def _after_fork() -> None:
+    """In a child: let go of every inherited store, so that the child can open its own."""
+    global _opening  # noqa: PLW0603 - the parent's lock may be held by a thread that is not here
+    _opening = threading.RLock()
+    for opened in _opened.values():
+        opened.shared.abandon()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["PrefixCache", "format_text", "size_bytes"]

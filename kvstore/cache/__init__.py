@@ -1,0 +1,7 @@
+"""What an engine holds: a scope over shared tiers, the matches it finds and the entries it reads."""
+
+from kvstore.cache.match import Entries, Match, Pages, Stored
+from kvstore.cache.scope import Scope
+from kvstore.cache.shared import SharedTiers
+
+__all__ = ["Entries", "Match", "Pages", "Scope", "SharedTiers", "Stored"]

@@ -1,0 +1,377 @@
+"""One namespace's view of the tiers: every method an engine calls.
+
+It turns tokens into identities, checks arguments, and leaves the rest to the shared tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import plan
+from kvstore.cache.match import Entries, Match, Pages, Prefix, Stored, host_entries
+from kvstore.cache.shared import SharedTiers
+from kvstore.hash import ImageSpan, as_tokens, block_hashes, namespace_digest
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.window import check_snapshot, copy_of
+
+if TYPE_CHECKING:
+    import torch
+
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids: any sequence of integers, or a one-dimensional integer array."""
+
+
+class Scope:
+    """A cache as one namespace sees it.
+
+    Scopes of one store share its tiers, capacity and counters, and never each other's blocks.
+
+    Threads: every method may be called from any thread; a ``Match`` belongs to one.
+    """
+
+    def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
+        self._shared = shared
+        self._bind(namespace)
+
+    def _bind(self, namespace: Namespace) -> None:
+        """Fix the root of every chain of this scope."""
+        layout = self._shared.layout
+        self._line = namespace_digest(
+            layout.fingerprint, self._shared.block_tokens, replace(namespace, generation=0)
+        ).hex()
+        generation = self._shared.generation(self._line, namespace.generation)
+        self.namespace = replace(namespace, generation=generation)
+        """Whose cache this is, with the generation in force."""
+        self._root = namespace_digest(layout.fingerprint, self._shared.block_tokens, self.namespace)
+
+    @property
+    def layout(self) -> Layout:
+        """What the model caches."""
+        return self._shared.layout
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block: the unit of reuse."""
+        return self._shared.block_tokens
+
+    @property
+    def role(self) -> str:
+        """``"owner"`` if this process writes, ``"reader"`` otherwise."""
+        return "owner" if self._shared.is_owner else "reader"
+
+    def scope(self, namespace: Namespace) -> Scope:
+        """Return the same tiers as seen by another tenant, adapter or model revision."""
+        self._shared.guard()
+        return Scope(self._shared, namespace)
+
+    def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
+        self._shared.guard()
+        ids = as_tokens(tokens)
+        for image in images:
+            if image.stop > len(ids):
+                msg = f"image span [{image.start}, {image.stop}) ends beyond {len(ids)} tokens"
+                raise ValueError(msg)
+        hashes = block_hashes(self._root, ids, self.block_tokens, images)
+        return Prefix(self._root, ids, hashes, tuple(images), self.block_tokens)
+
+    # ---- global KV -----------------------------------------------------------------------------
+
+    def store(
+        self,
+        tokens: Tokens,
+        entries: Mapping[str, Any],
+        start: int = 0,
+        wait: float = 1.0,
+        ttl: float | None = None,
+        pin: bool = False,  # noqa: FBT001, FBT002 - the public contract
+        *,
+        images: Sequence[ImageSpan] = (),
+    ) -> Stored:
+        """Keep the GLOBAL entries of tokens ``[start, len(tokens))``.
+
+        ``tokens`` is the whole request: entries depend on all of it. Tokens after the last whole
+        block are ignored. Blocks that are there already stay as they are: the first writer wins.
+        Blocks are framed now and written in the background; ``flush`` waits for them.
+
+        Shapes:
+            ``entries[group]``: uint8 ``[len(layers), (len(tokens) - start) // tokens_per_entry,
+            entry_bytes]``, numpy or torch, for exactly the GLOBAL groups.
+
+        Units:
+            ``wait`` and ``ttl`` are seconds; ``wait`` is the most to wait for room in the queue.
+            A ``ttl`` of None keeps blocks until eviction. ``pin`` keeps them until ``unpin``.
+
+        Raises:
+            ValueError: if ``start`` is not a block boundary or entries do not fit the layout.
+
+        Cost: one copy and one checksum of what is new, in the caller's thread.
+        """
+        ids = as_tokens(tokens)
+        if not 0 <= start <= len(ids) or start % self.block_tokens:
+            msg = (
+                f"start must be a block boundary (a multiple of {self.block_tokens}) "
+                f"within {len(ids)} tokens, found {start}"
+            )
+            raise ValueError(msg)
+        if ttl is not None and ttl <= 0:
+            msg = f"ttl must be positive seconds or None, found {ttl}"
+            raise ValueError(msg)
+        arrays = host_entries(self.layout, entries, start, len(ids))
+        prefix = self._prefix(ids, images)
+        return self._shared.store(
+            prefix, self._namespace_id, arrays, start, wait=wait, ttl=ttl, is_pinned=pin
+        )
+
+    def _namespace_id(self) -> int:
+        return self._shared.namespace_id(self._root, asdict(self.namespace))
+
+    def unpin(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> None:
+        """Take back the lasting pin that ``store(pin=True)`` put on this prefix."""
+        self._shared.unstick(self._prefix(tokens, images))
+
+    def lookup(
+        self,
+        tokens: Tokens,
+        request_id: str | None = None,
+        need_window: bool = False,  # noqa: FBT001, FBT002 - the public contract
+        *,
+        images: Sequence[ImageSpan] = (),
+    ) -> Match:
+        """Find the longest prefix of ``tokens`` whose GLOBAL entries are all at hand.
+
+        At least one token is left to compute. What was found is protected for the length of a
+        lease; enter the match to protect it for as long as it is entered. ``need_window`` finds
+        the longest hit whose window is pooled too, for engines that cannot replay.
+
+        Cost: one SHA-256 per block and one comparison per segment; no disk in the owner.
+        """
+        prefix = self._prefix(tokens, images)
+        return self._shared.lookup(
+            prefix, request_id=request_id, need_window=need_window, is_probe=False
+        )
+
+    def probe(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> Match:
+        """Return what ``lookup`` would, without lease, recency or counters."""
+        prefix = self._prefix(tokens, images)
+        return self._shared.lookup(prefix, request_id=None, need_window=False, is_probe=True)
+
+    def release(self, request_id: str) -> None:
+        """Forget the match that ``lookup`` gave to ``request_id``."""
+        self._shared.forget_request(request_id)
+
+    def read(self, match: Match) -> Entries:
+        """Copy the entries of a match to host arrays, verified.
+
+        A bad or missing block shortens the result and the match; it never raises and never
+        half-fills a block.
+        """
+        self._shared.guard()
+        return self._shared.read(match)
+
+    def load(self, match: Match) -> Pages:
+        """Promote a match into device pages and return its page table.
+
+        What does not fit between pinned pages, or is bad, shortens the result and the match.
+        """
+        self._shared.guard()
+        return self._shared.load(match)
+
+    @property
+    def device(self) -> Device:
+        """The device tier: ``gather`` entries from loaded pages."""
+        self._shared.guard()
+        return Device(self._shared)
+
+    # ---- window KV -----------------------------------------------------------------------------
+
+    def put_window(
+        self, tokens: Tokens, snapshot: WindowSnapshot, *, images: Sequence[ImageSpan] = ()
+    ) -> bool:
+        """Keep a copy of the window that ends the prefix ``tokens[:snapshot.stop]``.
+
+        Returns False if the pool had no room for it. Rows older than ``window_rows`` are cut off.
+
+        Raises:
+            ValueError: if the snapshot could never serve a hit of this layout.
+        """
+        check_snapshot(snapshot, self.layout, self.block_tokens)
+        prefix = self._prefix(tokens, images)
+        if snapshot.stop > len(prefix.tokens):
+            msg = f"the snapshot stops at {snapshot.stop}, beyond the {len(prefix.tokens)} tokens given"
+            raise ValueError(msg)
+        return self._shared.put_window(prefix, snapshot, is_replayed=False)
+
+    def window(self, match: Match, hook: ReplayHook | None = None) -> WindowSnapshot:
+        """Return the window of one match; see ``windows``."""
+        return self.windows([(match, hook)])[0]
+
+    def windows(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
+        """Return the window of each match: from the pool, or rebuilt by its hook.
+
+        Requests that share a hook are handed over in one call. Hooks run in this thread with no
+        lock held. ``source`` tells where a window came from: ``"pool"``, ``"replay"``, or
+        ``"none"`` when there is nothing to have (no hit, or a model without windows).
+
+        Raises:
+            ValueError: if a window is missing and there is no hook, or a hook returns something
+                that does not cover what was asked for.
+        """
+        self._shared.guard()
+        found: dict[int, WindowSnapshot] = {}
+        asked: dict[int, tuple[ReplayHook, list[int], list[ReplayRequest]]] = {}
+        for position, (match, hook) in enumerate(pairs):
+            steps = plan.replay(match.hit_tokens, match.floors).steps
+            if not steps:
+                found[position] = _from_pool(match)
+                continue
+            if hook is None:
+                msg = (
+                    f"the window of a hit at {match.hit_tokens} is not in the pool and there is no "
+                    "replay hook; pass one, or look up with need_window=True"
+                )
+                raise ValueError(msg)
+            _, places, requests = asked.setdefault(id(hook), (hook, [], []))
+            places.append(position)
+            requests.append(_request(match))
+        for hook, places, requests in asked.values():
+            snapshots = list(hook(requests))
+            if len(snapshots) != len(requests):
+                msg = f"the replay hook returned {len(snapshots)} snapshots for {len(requests)} requests"
+                raise ValueError(msg)
+            for position, request, snapshot in zip(places, requests, snapshots, strict=True):
+                self._check_replayed(request, snapshot)
+                match = pairs[position][0]
+                self._shared.put_window(match.prefix, snapshot, is_replayed=True)
+                found[position] = replace(snapshot, source="replay")
+        return [found[position] for position in range(len(pairs))]
+
+    def _check_replayed(self, request: ReplayRequest, snapshot: WindowSnapshot) -> None:
+        if snapshot.stop != request.stop or snapshot.start > request.start:
+            msg = (
+                f"the replay hook returned rows [{snapshot.start}, {snapshot.stop}), "
+                f"expected [{request.start}, {request.stop})"
+            )
+            raise ValueError(msg)
+        check_snapshot(snapshot, self.layout, self.block_tokens)
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Tell how long the engine took to compute ``tokens``: what ``worth_loading`` weighs."""
+        if tokens < 1 or seconds <= 0:
+            msg = f"expected positive tokens and seconds, found {tokens} and {seconds}"
+            raise ValueError(msg)
+        self._shared.observe_prefill(tokens, seconds)
+
+    def flush(self) -> None:
+        """Return when every block accepted before survives power loss."""
+        self._shared.guard()
+        self._shared.flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes of the whole store as plain JSON values."""
+        self._shared.guard()
+        return self._shared.stats()
+
+    def clear(self, scope: Scope | None = None) -> int:
+        """Remove every block of ``scope``'s namespace (default: this one); return how many.
+
+        Device pages in use stay until they are released.
+        """
+        self._shared.guard()
+        target = scope if scope is not None else self
+        if target._shared is not self._shared:  # noqa: SLF001 - a sibling of this class
+            msg = "the scope to clear belongs to another store"
+            raise ValueError(msg)
+        return self._shared.clear(target._root)  # noqa: SLF001
+
+    def bump_generation(self) -> int:
+        """Make every block stored so far under this namespace a miss; return the new generation.
+
+        For new weights under an old name. It is recorded in the store, so a restart with the old
+        ``generation`` does not go back. Old blocks are not deleted; eviction takes them first
+        because nothing uses them any more.
+        """
+        self._shared.guard()
+        generation = self.namespace.generation + 1
+        self._shared.set_generation(self._line, generation)
+        self._bind(replace(self.namespace, generation=generation))
+        return generation
+
+
+class Device:
+    """The device tier as an engine sees it."""
+
+    def __init__(self, shared: SharedTiers) -> None:
+        self._shared = shared
+
+    def gather(
+        self,
+        pages: Pages,
+        group: str,
+        layer: int,
+        entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return decoded entries of one layer from loaded pages.
+
+        Shapes:
+            ``entry_indices``: int ``[queries, k]``, -1 for none (zeros), or None for all entries
+            as one query. Returns ``[queries, k, values]`` of ``dtype`` on the tier's device.
+
+        Raises:
+            ValueError: for an unknown group, a layer that owns none, or an index beyond the pages.
+
+        Cost: reads only the rows asked for.
+        """
+        known = {g.name: g for g in self._shared.layout.global_groups}
+        if group not in known:
+            msg = f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}"
+            raise ValueError(msg)
+        return self._shared.device.gather(pages.page_ids, known[group], layer, entry_indices, dtype)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Page tensors by group: uint8 ``[pages, layers, entries of a block, entry_bytes]``."""
+        return self._shared.device.tensors
+
+    @property
+    def page_count(self) -> int:
+        """How many pages there are."""
+        return self._shared.device.page_count
+
+    @property
+    def free_pages(self) -> int:
+        """How many hold nothing."""
+        return self._shared.device.free_pages
+
+
+def _request(match: Match) -> ReplayRequest:
+    floors = match.floors
+    return ReplayRequest(
+        start=floors.replay_start,
+        stop=match.hit_tokens,
+        read_floor=floors.read_floor,
+        write_floor=floors.write_floor,
+        window_write_floor=floors.window_write_floor,
+        tokens=match.tokens,
+        images=match.prefix.images,
+        pages=match.pages,
+        request_id=match.request_id,
+    )
+
+
+def _from_pool(match: Match) -> WindowSnapshot:
+    if match.snapshot is not None and match.window_hit:
+        return replace(copy_of(match.snapshot), source="pool")
+    return WindowSnapshot(match.hit_tokens, match.hit_tokens, {}, "none")
+
+
+__all__ = ["Device", "Scope", "Tokens"]

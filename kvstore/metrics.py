@@ -1,0 +1,104 @@
+"""Counters: plain integers that only grow.
+
+They know no tokens and no keys. They start at zero when a store is opened and are never reset
+while it is open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+ALARM_STORED_BLOCKS = 256
+"""Blocks stored without one hit before the alarm: 32,768 tokens at 128 a block, far more than any
+set-up phase, few enough to be noticed in the first minutes of traffic."""
+ALARM_LOOKUPS = 64
+"""Lookups of at least one block without one hit before the alarm."""
+
+
+@dataclass(slots=True)
+class Metrics:
+    """What one cache did. Guarded by the cache's lock."""
+
+    lookups: int = 0
+    query_tokens: int = 0
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    """By tier; the sum over tiers is the total, because each hit token is counted for one tier."""
+    window_hits: int = 0
+    replay_requests: int = 0
+    replayed_tokens: int = 0
+    stored_blocks: int = 0
+    present_blocks: int = 0
+    """Blocks offered that were already there: the first writer won."""
+    dropped_blocks: Counter[str] = field(default_factory=Counter)
+    """By reason: queue_full, no_parent, no_room, write_error, reader, closed."""
+    corrupt_blocks: Counter[str] = field(default_factory=Counter)
+    """By what failed: header, identity, tokens, checksum, missing, io."""
+    evicted_blocks: Counter[str] = field(default_factory=Counter)
+    """By tier."""
+    expired_leases: int = 0
+    shared_opens: int = 0
+    write_errors: int = 0
+    quarantined_stores: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    block_lookups_without_hit: int = 0
+    _said: set[str] = field(default_factory=set)
+
+    @property
+    def total_hit_tokens(self) -> int:
+        """Hit tokens over all tiers."""
+        return sum(self.hit_tokens.values())
+
+    def say_once(self, topic: str, message: str, *args: object) -> None:
+        """Log a warning the first time a topic comes up; counters tell the rest."""
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning(message, *args)
+
+    @property
+    def alarms(self) -> list[str]:
+        """Sentences about what looks wrong as a whole, empty when nothing does."""
+        found = []
+        if (
+            self.stored_blocks >= ALARM_STORED_BLOCKS
+            and self.block_lookups_without_hit >= ALARM_LOOKUPS
+            and not self.total_hit_tokens
+        ):
+            found.append(
+                f"{self.stored_blocks} blocks stored and {self.block_lookups_without_hit} lookups "
+                "without one hit: compare the namespaces of writer and reader"
+            )
+        return found
+
+    def check_alarms(self) -> None:
+        """Log each alarm once."""
+        for sentence in self.alarms:
+            self.say_once("zero-hits", "%s", sentence)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the counters as plain JSON values."""
+        return {
+            "lookups": self.lookups,
+            "query_tokens": self.query_tokens,
+            "hit_tokens": {**self.hit_tokens, "total": self.total_hit_tokens},
+            "window_hits": self.window_hits,
+            "replay_requests": self.replay_requests,
+            "replayed_tokens": self.replayed_tokens,
+            "stored_blocks": self.stored_blocks,
+            "present_blocks": self.present_blocks,
+            "dropped_blocks": {**self.dropped_blocks, "total": self.dropped_blocks.total()},
+            "corrupt_blocks": {**self.corrupt_blocks, "total": self.corrupt_blocks.total()},
+            "evicted_blocks": dict(self.evicted_blocks),
+            "expired_leases": self.expired_leases,
+            "shared_opens": self.shared_opens,
+            "write_errors": self.write_errors,
+            "quarantined_stores": self.quarantined_stores,
+            "read_bytes": self.read_bytes,
+            "read_seconds": round(self.read_seconds, 6),
+        }

@@ -1,0 +1,159 @@
+"""The device tier: blocks in fixed pages of torch tensors, found by page table.
+
+A page holds one block. It knows pages, entries and how to decode them; it knows no prefix and no
+policy. On a machine without a GPU the tensors are CPU tensors and everything else is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.codec import codec_for
+from kvstore.errors import CapacityError, ConfigError
+from kvstore.frame import FrameFormat
+from kvstore.layout import LayerGroup
+
+LAYOUT_TAG = "entries"
+"""Pages hold entries as the API does: ``[layer, entry, byte]``, values then scales in an entry."""
+
+
+class DeviceTier:
+    """Pages of one layout on one device.
+
+    Shapes:
+        ``tensors[group]`` is uint8 ``[pages, layers, entries of a block, entry_bytes]``.
+
+    Invariants:
+        A page is free or allocated; ``free_pages`` plus allocated pages is ``page_count``.
+
+    Threads: allocation and freeing are serialised by the cache's lock; copies and gathers are not.
+    """
+
+    name = "device"
+    layout_tag = LAYOUT_TAG
+
+    def __init__(self, frame_format: FrameFormat, capacity_bytes: int, device: str) -> None:
+        """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there."""
+        self._format = frame_format
+        self.layout = frame_format.layout
+        self.page_bytes = frame_format.payload_bytes
+        self.page_count = capacity_bytes // self.page_bytes
+        try:
+            self.device = torch.device(device)
+            self.tensors = {
+                group.name: torch.empty(
+                    (
+                        *(self.page_count, len(group.layers)),
+                        *(frame_format.entries[group.name], group.entry_bytes),
+                    ),
+                    dtype=torch.uint8,
+                    device=self.device,
+                )
+                for group in self.layout.global_groups
+            }
+        except (RuntimeError, AssertionError) as error:
+            msg = (
+                f"device {device!r} cannot hold {self.page_count} pages of {self.page_bytes} bytes: "
+                f"{error}; lower device_bytes or choose another device"
+            )
+            raise ConfigError(msg) from error
+        self._free = list(range(self.page_count - 1, -1, -1))
+        self._on_host = self.device.type == "cpu"
+        self._arrays: Mapping[str, NDArray[np.uint8]] = (
+            {name: tensor.numpy() for name, tensor in self.tensors.items()} if self._on_host else {}
+        )
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free pages. Raises ``CapacityError`` if there are fewer."""
+        if count > len(self._free):
+            msg = f"{count} device pages asked for, {len(self._free)} of {self.page_count} are free"
+            raise CapacityError(msg)
+        return [self._free.pop() for _ in range(count)]
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+        self._free.extend(pages)
+        assert len(self._free) <= self.page_count, "a page was freed twice"
+
+    def page_table(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return pages as an int64 tensor on the device."""
+        return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+
+    def write(self, page: int, frame: memoryview) -> None:
+        """Copy a verified frame's payload into a page."""
+        if self._on_host:
+            target = {name: array[page] for name, array in self._arrays.items()}
+            self._format.scatter(frame, target, 0)
+            return
+        staged = self._format.empty(1)
+        self._format.scatter(frame, staged, 0)
+        for name, array in staged.items():
+            self.tensors[name][page].copy_(torch.from_numpy(array))
+
+    def read(self, page: int, entries: Mapping[str, NDArray[np.uint8]], block: int) -> None:
+        """Copy a page to its place as the ``block``-th block of host ``entries``."""
+        for name, tensor in self.tensors.items():
+            count = self._format.entries[name]
+            target = entries[name][:, block * count : (block + 1) * count]
+            target[...] = tensor[page].cpu().numpy()
+
+    def gather(
+        self,
+        page_ids: torch.Tensor,
+        group: LayerGroup,
+        layer: int,
+        entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return decoded entries of one layer.
+
+        Shapes:
+            ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for
+            none (zeros), or None for every entry of the table as one query. The result is
+            ``[queries, k, group.values]`` of ``dtype``.
+
+        Raises:
+            ValueError: for a layer that the group does not own or an entry beyond the table.
+
+        Cost: reads only the rows asked for.
+        """
+        if layer not in group.layers:
+            msg = f"layer {layer} owns no {group.name!r} entries, expected one of {list(group.layers)}"
+            raise ValueError(msg)
+        per_page = self._format.entries[group.name]
+        total = per_page * len(page_ids)
+        if entry_indices is None:
+            indices = torch.arange(total, device=self.device).unsqueeze(0)
+        else:
+            indices = torch.as_tensor(entry_indices, device=self.device).to(torch.int64)
+            if indices.ndim != 2:
+                msg = f"entry_indices must be [queries, k], found shape {list(indices.shape)}"
+                raise ValueError(msg)
+        if indices.numel() == 0:
+            return torch.zeros((*indices.shape, group.values), dtype=dtype, device=self.device)
+        low, high = int(indices.min()), int(indices.max())
+        if low < -1 or high >= total:
+            msg = f"entry indices must lie in [-1, {total}), found {low if low < -1 else high}"
+            raise ValueError(msg)
+        if not total:
+            return torch.zeros((*indices.shape, group.values), dtype=dtype, device=self.device)
+        present = indices >= 0
+        safe = indices.clamp(min=0)
+        table = page_ids.to(self.device)
+        rows = self.tensors[group.name][
+            table[safe // per_page], group.layers.index(layer), safe % per_page
+        ]
+        values = codec_for(group).decode(rows, dtype)
+        return torch.where(
+            present.unsqueeze(-1), values, torch.zeros((), dtype=dtype, device=self.device)
+        )

@@ -1,0 +1,169 @@
+"""The directory of a store: who owns it, what it is for, and how a broken one is set aside.
+
+It knows names, permissions and locks. It never opens the database.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from kvstore.errors import ConfigError, LayoutMismatch, StoreBusy, StoreError
+from kvstore.frame import FORMAT_VERSION
+
+DATA_FILE = "data.mdb"
+LOCK_FILE = "owner.lock"
+VERSION_FILE = "VERSION"
+_FIRST_LINE = f"kvstore {FORMAT_VERSION}"
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "lustre"}
+)
+"""Where mapped files and robust mutexes of several hosts do not agree. Source: LMDB's caveats."""
+
+
+def prepare(path: Path) -> None:
+    """Make sure that ``path`` is a private directory that is a store or may become one.
+
+    Raises:
+        ConfigError: if it is a file, someone else's, writable by others or on a network.
+        StoreError: if it holds something that is not a store. Nothing is touched.
+    """
+    if path.exists() and not path.is_dir():
+        msg = f"{path} is a file, expected a directory for the store; choose another path"
+        raise ConfigError(msg)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"{path} cannot be created: {error.strerror}; choose a path you can write to"
+        raise ConfigError(msg) from error
+    facts = path.stat()
+    if facts.st_uid != os.geteuid():
+        msg = f"{path} belongs to user id {facts.st_uid}, expected {os.geteuid()}; use your own directory"
+        raise ConfigError(msg)
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(facts.st_mode)
+        msg = f"{path} is writable by others (mode {mode:04o}); run chmod 700 on it"
+        raise ConfigError(msg)
+    kind = file_system(path)
+    if kind in _NETWORK_FILE_SYSTEMS:
+        msg = f"{path} is on a network file system ({kind}), expected a local disk; choose another path"
+        raise ConfigError(msg)
+    require_store_or_empty(path)
+
+
+def require_store_or_empty(path: Path) -> None:
+    """Raise ``StoreError`` if ``path`` holds files but is no store."""
+    if not (path / VERSION_FILE).exists():
+        strangers = sorted(item.name for item in path.iterdir() if item.name != LOCK_FILE)
+        if strangers:
+            msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}"
+            raise StoreError(msg)
+
+
+def require_store(path: Path) -> None:
+    """Raise ``StoreError`` unless ``path`` is a store."""
+    if not path.exists():
+        msg = f"no store at {path}: there is no such directory"
+        raise StoreError(msg)
+    if not path.is_dir():
+        msg = f"{path} is a file, expected a store's directory"
+        raise StoreError(msg)
+    if not (path / VERSION_FILE).exists() or not (path / DATA_FILE).exists():
+        msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} and {DATA_FILE}"
+        raise StoreError(msg)
+
+
+def read_format(path: Path) -> str:
+    """Return the text that describes the layout of a store, its ``VERSION`` file's second line.
+
+    Raises:
+        StoreError: if the file is damaged or of another version.
+    """
+    try:
+        lines = (path / VERSION_FILE).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"{path / VERSION_FILE} cannot be read: {error}"
+        raise StoreError(msg) from error
+    if len(lines) != 2 or lines[0] != _FIRST_LINE:
+        found = lines[0][:40] if lines else "an empty file"
+        msg = (
+            f"{path} was written by another version: found {found!r}, expected {_FIRST_LINE!r}; "
+            "use another path or remove the directory"
+        )
+        raise StoreError(msg)
+    return lines[1]
+
+
+def claim_format(path: Path, format_text: str) -> None:
+    """Record what a new store is for, or raise ``LayoutMismatch`` if an old one is for another."""
+    version = path / VERSION_FILE
+    if version.exists():
+        found = read_format(path)
+        if found != format_text:
+            msg = (
+                f"{path} holds blocks of another layout and was left untouched.\n"
+                f"  found    {found}\n  expected {format_text}\nUse another path for this layout."
+            )
+            raise LayoutMismatch(msg)
+        return
+    partial = version.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(f"{_FIRST_LINE}\n{format_text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.chmod(0o600)
+    partial.replace(version)
+
+
+def try_lock(path: Path) -> int | None:
+    """Become the owner: return a descriptor that holds the lock, or None if another process does."""
+    fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def busy(path: Path) -> StoreBusy:
+    """Return the error that names the owner."""
+    try:
+        pid = (path / LOCK_FILE).read_text(encoding="utf-8").strip() or "unknown"
+    except OSError:
+        pid = "unknown"
+    msg = f"{path} is owned by process {pid}; open it with role='reader' or stop that process"
+    return StoreBusy(msg)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a broken store to ``<name>.bad-<time>``, keep only that one, and return where it is."""
+    for older in path.parent.glob(f"{path.name}.bad-*"):
+        shutil.rmtree(older, ignore_errors=True)
+    target = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%dT%H%M%S')}")
+    path.rename(target)
+    path.mkdir(mode=0o700)
+    return target
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that ``path`` is on, empty where that is unknown."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    resolved = str(path.resolve())
+    for line in mounts:
+        fields = line.split()
+        point = fields[4].replace("\\040", " ")
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[fields.index("-") + 1]
+    return kind

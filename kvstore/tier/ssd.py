@@ -1,0 +1,641 @@
+"""The SSD tier: frames in LMDB, one transaction for metadata, payload and age.
+
+It knows keys, records and frames of one size. It knows no index, no policy and no namespace's
+meaning. The design and every figure behind it is spec/lmdb, section 2; docs/format.md, section 5,
+is normative for what lies on disk.
+
+Reads: the metadata record carries the payload's place in the file as a hint, and the payload comes
+by ``pread`` inside a short read transaction, never through LMDB's map, which would fault it in
+4 KiB at a time. LMDB stays the authority: bytes that fail the caller's check are fetched again
+through LMDB before they count as bad.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import lmdb
+import lmdb.verify
+import numpy as np
+
+from kvstore.block import KEY_BYTES, BlockKey
+from kvstore.errors import ConfigError, StoreError
+from kvstore.tier import directory
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+PAGE_HEADER_BYTES = 16
+"""What LMDB puts before an overflow value. Source: LMDB 0.9 page header."""
+COMMIT_BYTES = 16 << 20
+"""Largest commit: dirty pages are malloc copies, so a transaction is bounded. spec/lmdb 1.2."""
+COMMIT_BLOCKS = 64
+"""Blocks per commit; 64 cost 1.14x of raw pwrite and fdatasync. spec/lmdb 1.2."""
+DELETES_PER_COMMIT = 64
+"""Deletes per transaction while evicting; they need free pages themselves. spec/lmdb 1.7."""
+READ_BATCH = 32
+"""Blocks per read transaction, so that none pins freed pages for long. spec/lmdb 2."""
+MINIMUM_BLOCKS = 8
+"""A store that cannot hold this many blocks is refused: it would only evict. spec/lmdb 2."""
+_HIGH, _LOW = 0.92, 0.88
+"""Watermarks as shares of the cap: uniform values fill 97 % without MapFull. spec/lmdb 0.5."""
+_SPARE_COMMITS = 3
+"""Pages freed in a transaction come back two later: room for that many full commits."""
+_OVERHEAD_PAGES = 64
+"""Tree pages, meta pages and free list of a store that is nearly empty."""
+_READERS = 512
+
+_RECORD = struct.Struct("<16sIIQQdIIQ")
+_SEQUENCE = struct.Struct(">Q")
+_PINNED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What the tier knows of a block without reading it."""
+
+    parent: BlockKey
+    number: int
+    namespace_id: int
+    sequence: int
+    """Grows with every insert and every use: the order of recency across restarts."""
+    page: int = 0
+    """Page of the payload in the file, 0 when unknown. A hint."""
+    expires: float = 0.0
+    """Wall-clock second, 0 for never."""
+    frame_bytes: int = 0
+    is_pinned: bool = False
+    head_sum: int = 0
+    """Checksum of the frame's head, which covers the checksums of its parts."""
+
+    def pack(self) -> bytes:
+        """Return the record as stored."""
+        return _RECORD.pack(
+            *(self.parent, self.number, self.namespace_id, self.sequence, self.page),
+            *(self.expires, self.frame_bytes, _PINNED * self.is_pinned, self.head_sum),
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Record:
+        """Return the record that ``pack`` wrote."""
+        parent, number, namespace, sequence, page, expires, size, flags, head = _RECORD.unpack(data)
+        return cls(
+            parent=parent,
+            number=number,
+            namespace_id=namespace,
+            sequence=sequence,
+            page=page,
+            expires=expires,
+            frame_bytes=size,
+            is_pinned=bool(flags & _PINNED),
+            head_sum=head,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """One block to write."""
+
+    key: BlockKey
+    record: Record
+    frame: bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """How far a read came: ``count`` good blocks, then ``fault`` (None if all were good)."""
+
+    count: int
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SsdOptions:
+    """What decides the file: its cap, the frames in it and how it is opened."""
+
+    capacity_bytes: int
+    frame_bytes: int
+    format_text: str
+    """JSON that describes the layout; equal for every open of one store."""
+    role: Literal["auto", "owner", "reader"] = "auto"
+    preallocate: bool = False
+
+
+def pages_of(frame_bytes: int) -> int:
+    """Return how many pages LMDB takes for a value of ``frame_bytes``."""
+    return -(-(PAGE_HEADER_BYTES + frame_bytes) // PAGE_BYTES)
+
+
+def commit_bytes(capacity_bytes: int, frame_bytes: int) -> int:
+    """Return the size of the largest commit: 16 MB, or a 32nd of the cap, or one block."""
+    return max(min(COMMIT_BYTES, capacity_bytes // 32), pages_of(frame_bytes) * PAGE_BYTES)
+
+
+def minimum_capacity(frame_bytes: int) -> int:
+    """Return the least cap that holds ``MINIMUM_BLOCKS`` blocks below the high watermark."""
+    block = pages_of(frame_bytes) * PAGE_BYTES
+    spare = (MINIMUM_BLOCKS + _SPARE_COMMITS) * block + _OVERHEAD_PAGES * PAGE_BYTES
+    share = int((MINIMUM_BLOCKS * block + _OVERHEAD_PAGES * PAGE_BYTES) / _HIGH)
+    return -(-max(spare, share) // PAGE_BYTES) * PAGE_BYTES
+
+
+class SsdTier:
+    """Frames under keys in one directory.
+
+    Threads: any number of readers, one committer at a time. Forked children must reopen.
+    """
+
+    name = "ssd"
+
+    def __init__(
+        self, path: Path, options: SsdOptions, env: lmdb.Environment, lock_fd: int | None
+    ) -> None:
+        """Take over an open environment; use ``open_ssd``."""
+        self.path = path
+        self.options = options
+        self.is_owner = lock_fd is not None
+        self.capacity_bytes = options.capacity_bytes
+        self.commit_bytes = commit_bytes(options.capacity_bytes, options.frame_bytes)
+        self.high_bytes = int(
+            min(
+                _HIGH * self.capacity_bytes,
+                self.capacity_bytes - _SPARE_COMMITS * self.commit_bytes,
+            )
+        )
+        self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
+        self._env = env
+        self._lock_fd = lock_fd
+        self._file = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self._map_base = _map_base(self._file)
+        self._scratch = threading.local()
+        self._users = 0
+        self._idle = threading.Condition()
+        self._is_closed = False
+        self._writing = threading.Lock()
+        self._unhinted: list[BlockKey] = []
+        """Blocks of the last commit, whose pages are written down with the next one."""
+        with self._using(), env.begin(write=self.is_owner) as txn:
+            names = (b"sys", b"meta", b"pay", b"age")
+            self._sys, self._meta, self._pay, self._age = (
+                env.open_db(name, txn, create=self.is_owner) for name in names
+            )
+
+    # ---- capacity ------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes in the file."""
+        return pages_of(self.options.frame_bytes) * PAGE_BYTES
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all pages in use, trees included."""
+        with self._using(), self._env.begin() as txn:
+            stats = [txn.stat(db) for db in (self._sys, self._meta, self._pay, self._age)]
+            stats.append(self._env.stat())
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages) * PAGE_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes up to the highest page ever used: what the file takes on disk."""
+        with self._using():
+            return (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in the last committed state."""
+        with self._using(), self._env.begin() as txn:
+            return int(txn.stat(self._meta)["entries"])
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def records(self) -> Iterator[tuple[BlockKey, Record]]:
+        """Yield every record. Touches no payload."""
+        with self._using(), self._env.begin() as txn:
+            for key, data in txn.cursor(self._meta):
+                yield BlockKey(bytes(key)), Record.unpack(data)
+
+    def record(self, key: BlockKey) -> Record | None:
+        """Return the record of ``key``, or None."""
+        with self._using(), self._env.begin() as txn:
+            data = txn.get(key, db=self._meta)
+        return None if data is None else Record.unpack(data)
+
+    def leading_run(self, path: bytes) -> int:
+        """Return how many leading keys of ``path`` are present.
+
+        Every committed state is closed under prefixes, so a binary search finds the end.
+        """
+        low, high = 0, len(path) // KEY_BYTES + 1
+        with self._using(), self._env.begin() as txn:
+            while high - low > 1:
+                middle = (low + high) // 2
+                key = path[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
+                if txn.get(key, db=self._meta) is not None:
+                    low = middle
+                else:
+                    high = middle
+        return low
+
+    def read(
+        self,
+        keys: Sequence[BlockKey],
+        check: Callable[[int, memoryview], str | None],
+        take: Callable[[int, memoryview], None],
+    ) -> ReadResult:
+        """Read frames in order until one is missing or bad.
+
+        ``check(i, frame)`` returns why the copy of block i is bad, or None; a good copy goes to
+        ``take(i, frame)``, which must not keep it. No exception of the medium escapes.
+        """
+        done = 0
+        try:
+            while done < len(keys):
+                with self._using():
+                    result = self._read_batch(keys, done, check, take)
+                done = result.count
+                if result.fault is not None:
+                    return result
+        except (lmdb.Error, OSError):
+            return ReadResult(done, "io")
+        return ReadResult(done, None)
+
+    def _read_batch(
+        self,
+        keys: Sequence[BlockKey],
+        first: int,
+        check: Callable[[int, memoryview], str | None],
+        take: Callable[[int, memoryview], None],
+    ) -> ReadResult:
+        stop = min(first + READ_BATCH, len(keys))
+        size = self.options.frame_bytes
+        frame = self._frame_buffer()
+        with self._env.begin(buffers=True) as txn:
+            found = [txn.get(keys[i], db=self._meta) for i in range(first, stop)]
+            pages = [0 if data is None else Record.unpack(data).page for data in found]
+            for page in pages:
+                if page:
+                    offset = page * PAGE_BYTES
+                    os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
+            for i, data, page in zip(range(first, stop), found, pages, strict=True):
+                if data is None:
+                    return ReadResult(i, "missing")
+                fault = self._read_at(page, frame) or check(i, frame) if page else "unhinted"
+                if fault is not None:
+                    value = txn.get(keys[i], db=self._pay)
+                    if value is None or len(value) != size:
+                        return ReadResult(i, "missing" if value is None else "header")
+                    frame[:] = value
+                    fault = check(i, frame)
+                if fault is not None:
+                    return ReadResult(i, fault)
+                take(i, frame)
+        return ReadResult(stop, None)
+
+    def _read_at(self, page: int, frame: memoryview) -> str | None:
+        try:
+            count = os.preadv(self._file, [frame], page * PAGE_BYTES + PAGE_HEADER_BYTES)
+        except OSError:
+            return "io"
+        return None if count == len(frame) else "short"
+
+    def frame(self, key: BlockKey) -> bytes | None:
+        """Return a copy of a frame as stored, unchecked, or None."""
+        with self._using(), self._env.begin() as txn:
+            data = txn.get(key, db=self._pay)
+        return None if data is None else bytes(data)
+
+    def _frame_buffer(self) -> memoryview:
+        buffer = getattr(self._scratch, "frame", None)
+        if buffer is None:
+            buffer = self._scratch.frame = memoryview(bytearray(self.options.frame_bytes))
+        assert isinstance(buffer, memoryview)
+        return buffer
+
+    # ---- writing (owner) -----------------------------------------------------------------------
+
+    def put(self, puts: Sequence[Put], uses: Mapping[BlockKey, int] | None = None) -> None:
+        """Write blocks, and new sequences of used ones, in one durable transaction.
+
+        Raises:
+            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
+        """
+        with self._writing, self._using():
+            hints = self._find_pages(self._unhinted)
+            self._put(puts, uses or {}, hints)
+            self._unhinted = [item.key for item in puts]
+
+    def _put(
+        self, puts: Sequence[Put], uses: Mapping[BlockKey, int], hints: Mapping[BlockKey, int]
+    ) -> None:
+        with self._env.begin(write=True) as txn:
+            for key, page in hints.items():
+                self._rewrite(txn, key, page=page)
+            for key, sequence in uses.items():
+                self._rewrite(txn, key, sequence=sequence)
+            for item in puts:
+                txn.put(item.key, item.frame, db=self._pay, overwrite=True)
+                txn.put(item.key, item.record.pack(), db=self._meta)
+                txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
+
+    def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
+        """Change fields of the records of ``keys`` in one durable transaction."""
+        with self._using(), self._env.begin(write=True) as txn:
+            for key in keys:
+                self._rewrite(txn, key, **fields)
+
+    def _rewrite(self, txn: lmdb.Transaction, key: BlockKey, **fields: Any) -> None:
+        data = txn.get(key, db=self._meta)
+        if data is None:
+            return
+        old = Record.unpack(data)
+        new = replace(old, **fields)
+        if new.sequence != old.sequence:
+            txn.delete(_SEQUENCE.pack(old.sequence), db=self._age)
+            txn.put(_SEQUENCE.pack(new.sequence), key, db=self._age)
+        txn.put(key, new.pack(), db=self._meta)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks, deepest first, in small durable transactions: each leaves a closed state."""
+        for first in range(0, len(keys), DELETES_PER_COMMIT):
+            with self._using(), self._env.begin(write=True) as txn:
+                for key in keys[first : first + DELETES_PER_COMMIT]:
+                    data = txn.pop(key, db=self._meta)
+                    if data is not None:
+                        txn.delete(_SEQUENCE.pack(Record.unpack(data).sequence), db=self._age)
+                        txn.delete(key, db=self._pay)
+
+    def sync(self) -> None:
+        """Make every commit so far survive power loss, and record where payloads lie."""
+        if self._unhinted:
+            self.put([])
+        with self._using():
+            self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+
+    def _find_pages(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
+        """Return where committed payloads lie in the file: known only after their commit."""
+        hints: dict[BlockKey, int] = {}
+        if not keys or self._map_base is None:
+            return hints
+        with self._env.begin(buffers=True) as txn:
+            for key in keys:
+                value = txn.get(key, db=self._pay)
+                if value is None:
+                    continue
+                address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
+                page, rest = divmod(address - self._map_base, PAGE_BYTES)
+                if rest == PAGE_HEADER_BYTES:
+                    hints[key] = page
+        return hints
+
+    # ---- small facts in `sys` ------------------------------------------------------------------
+
+    def fact(self, name: str) -> bytes | None:
+        """Return a small named value."""
+        with self._using(), self._env.begin() as txn:
+            data = txn.get(name.encode(), db=self._sys)
+        return None if data is None else bytes(data)
+
+    def facts(self, prefix: str) -> dict[str, bytes]:
+        """Return all small values whose names start with ``prefix``, by the rest of the name."""
+        start = prefix.encode()
+        found: dict[str, bytes] = {}
+        with self._using(), self._env.begin() as txn:
+            cursor = txn.cursor(self._sys)
+            more = cursor.set_range(start)
+            while more and bytes(cursor.key()).startswith(start):
+                found[bytes(cursor.key()).decode()[len(prefix) :]] = bytes(cursor.value())
+                more = cursor.next()
+        return found
+
+    def set_fact(self, name: str, value: bytes) -> None:
+        """Store a small named value durably."""
+        with self._using(), self._env.begin(write=True) as txn:
+            txn.put(name.encode(), value, db=self._sys)
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the environment open while a call is inside it: a closed map is a crash."""
+        with self._idle:
+            if self._is_closed:
+                msg = f"the store at {self.path} is closed"
+                raise StoreError(msg)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def close(self) -> None:
+        """Wait for calls inside, then release the files. Idempotent."""
+        with self._idle:
+            if self._is_closed:
+                return
+            self._idle.wait_for(lambda: self._users == 0, timeout=60)
+            self._is_closed = True
+        if self.is_owner:
+            with suppress(lmdb.Error):
+                with self._env.begin(write=True) as txn:
+                    txn.put(b"clean", b"1", db=self._sys)
+                self._env.sync(True)  # noqa: FBT003
+        self._release()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what was inherited without touching the parent's locks."""
+        self._is_closed = True
+        self._release()
+
+    def _release(self) -> None:
+        self._env.close()
+        os.close(self._file)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+MEDIUM_ERRORS = (lmdb.Error, OSError)
+"""What a medium can do to us. Everything else is a bug and is not caught as one of these."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Say whether evicting a little and trying again may help."""
+    return isinstance(error, lmdb.MapFullError) or "No space left" in str(error)
+
+
+_WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
+
+
+def _map_base(file: int) -> int | None:
+    """Return the address at which LMDB mapped ``file``, or None where that cannot be known."""
+    inode = str(os.fstat(file).st_ino)
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, offset, _, found, *_ = line.split()
+            if found == inode and int(offset, 16) == 0:
+                return int(span.split("-")[0], 16)
+    return None
+
+
+def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
+    """Open the store at ``path``, creating it if need be.
+
+    Returns the tier, and where a broken store was set aside if there was one.
+
+    Raises:
+        ConfigError: for a path or a cap that cannot work.
+        LayoutMismatch: if the store is for another layout; it is left untouched.
+        StoreBusy: if ``role="owner"`` and another process owns it.
+        StoreError: if ``path`` is not a store, or a reader finds it broken.
+    """
+    least = minimum_capacity(options.frame_bytes)
+    if options.capacity_bytes < least:
+        msg = (
+            f"ssd_bytes is {options.capacity_bytes}, expected at least {least}: room for "
+            f"{MINIMUM_BLOCKS} blocks of {pages_of(options.frame_bytes) * PAGE_BYTES} bytes and "
+            "the largest commits"
+        )
+        raise ConfigError(msg)
+    if options.role == "reader":
+        return _open_reader(path, options), None
+    directory.prepare(path)
+    lock = directory.try_lock(path)
+    if lock is None:
+        if options.role == "owner":
+            raise directory.busy(path)
+        return _open_reader(path, options), None
+    return _open_owner(path, options, lock)
+
+
+def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
+    directory.require_store(path)
+    directory.claim_format(path, options.format_text)
+    try:
+        return SsdTier(path, options, _environment(path, options, is_owner=False), None)
+    except lmdb.Error as error:
+        msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
+        raise StoreError(msg) from error
+
+
+def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Path | None]:
+    try:
+        directory.claim_format(path, options.format_text)
+        tier, problem = _try_open(path, options, lock)
+        if tier is not None:
+            return tier, None
+        aside = directory.set_aside(path)
+        logger.warning("the store at %s was broken (%s): moved to %s", path, problem, aside)
+        os.close(lock)
+        fresh = directory.try_lock(path)
+        if fresh is None:
+            raise directory.busy(path)
+        lock = fresh
+        directory.claim_format(path, options.format_text)
+        tier, problem = _try_open(path, options, lock)
+    except BaseException:
+        os.close(lock)
+        raise
+    if tier is None:
+        os.close(lock)
+        msg = f"no store can be made at {path}: {problem}"
+        raise StoreError(msg)
+    return tier, aside
+
+
+def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | None, str]:
+    """Open and check; return the tier, or None and what is wrong with the file."""
+    env = None
+    try:
+        env = _environment(path, options, is_owner=True)
+        problem = _structural_problem(path, env)
+        if problem:
+            env.close()
+            return None, problem
+        env.reader_check()
+        tier = SsdTier(path, options, env, lock)
+        stored = tier.fact("format")
+        if stored is None:
+            tier.set_fact("format", options.format_text.encode())
+        elif stored.decode(errors="replace") != options.format_text:
+            env.close()
+            return None, "its database and its VERSION file name different layouts"
+        tier.set_fact("clean", b"0")
+        if options.preallocate:
+            _preallocate(path, options.capacity_bytes)
+    except lmdb.Error as error:
+        if env is not None:
+            env.close()
+        return None, str(error)
+    return tier, ""
+
+
+def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Environment:
+    """Open LMDB as spec/lmdb, section 2 says: never nosync, never writemap, engine 0.9."""
+    return lmdb.open(
+        str(path),
+        map_size=options.capacity_bytes // PAGE_BYTES * PAGE_BYTES,
+        subdir=True,
+        readonly=not is_owner,
+        create=is_owner,
+        max_dbs=8,
+        max_readers=_READERS,
+        lib_version=0,
+        sync=True,
+        metasync=False,
+        writemap=False,
+        map_async=False,
+        meminit=True,
+        readahead=False,
+        lock=True,
+        mode=0o600,
+        max_spare_txns=8,
+    )
+
+
+def _structural_problem(path: Path, env: lmdb.Environment) -> str:
+    """Return what is wrong with the file as a whole, empty if nothing is.
+
+    LMDB's own check does not see a last value that is cut off; reading it would be SIGBUS. After
+    an unclean end the whole tree is walked by the pure-Python verifier, which cannot crash.
+    """
+    size = (path / directory.DATA_FILE).stat().st_size
+    needed = (int(env.info()["last_pgno"]) + 1) * PAGE_BYTES
+    if size < needed and env.stat()["entries"]:
+        return f"{directory.DATA_FILE} has {size} bytes, expected at least {needed}"
+    if not env.stat()["entries"]:
+        return ""
+    if _is_clean(env):
+        return ""
+    try:
+        problems: list[str] = lmdb.verify.verify(str(path))  # type: ignore[no-untyped-call]
+    except (lmdb.verify.VerifyError, OSError, struct.error) as error:
+        return str(error)
+    return str(problems[0]) if problems else ""
+
+
+def _is_clean(env: lmdb.Environment) -> bool:
+    db = env.open_db(b"sys", create=False)
+    with env.begin() as txn:
+        return bool(txn.get(b"clean", db=db) == b"1")
+
+
+def _preallocate(path: Path, size: int) -> None:
+    """Take the disk space now, so that a full disk shows at start-up; skip where unsupported."""
+    with suppress(OSError):
+        fd = os.open(path / directory.DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        finally:
+            os.close(fd)

@@ -1,0 +1,193 @@
+"""The window pool: host memory for window KV, kept for minutes and never written anywhere.
+
+Its entries are ``WindowSnapshot`` values under the hash of the prefix they end. The pool knows no
+tier, and no tier knows it: window KV has no way to a disk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvstore.block import BlockHash
+from kvstore.layout import Layout
+from kvstore.replay import WindowSnapshot
+
+POISON = 0xFF
+"""Byte that freed rows are filled with in debug mode: NaN in every float format that rows have."""
+
+
+@dataclass(slots=True)
+class _Held:
+    snapshot: WindowSnapshot
+    owner: BlockHash
+    size: int
+    expires: float
+    pins: int = 0
+    is_doomed: bool = False
+    """Dropped while pinned: freed with the last pin."""
+
+
+class WindowPool:
+    """Window snapshots in host memory: a cap in bytes, a time to live, least recent out first.
+
+    Invariants:
+        ``used_bytes`` equals the sizes of all snapshots held and never exceeds ``capacity_bytes``.
+        A pinned snapshot stays readable until its last pin goes.
+
+    Threads: none of its own; the cache's lock serialises every call.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        capacity_bytes: int,
+        ttl_seconds: float,
+        rows: int,
+        clock: Callable[[], float],
+        poison_on_free: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.capacity_bytes = capacity_bytes
+        self.ttl_seconds = ttl_seconds
+        self.rows = rows
+        """Most rows kept of a snapshot; the older ones are cut off."""
+        self.used_bytes = 0
+        self._clock = clock
+        self._poison_on_free = poison_on_free
+        self._held: OrderedDict[BlockHash, _Held] = OrderedDict()  # least recently used first
+        self._pinned: dict[int, _Held] = {}  # by identity of the snapshot handed out
+        self.evicted = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        """How many snapshots are held."""
+        return len(self._held)
+
+    def put(
+        self,
+        key: BlockHash,
+        snapshot: WindowSnapshot,
+        *,
+        owner: BlockHash,
+        is_replayed: bool = False,
+    ) -> bool:
+        """Keep a copy of ``snapshot`` as the window that ends the prefix ``key`` of ``owner``.
+
+        Returns False when it was not kept: a replayed one never replaces one that is there, and
+        one larger than what pins leave free does not fit.
+        """
+        self.expire()
+        present = self._held.get(key)
+        if present is not None and is_replayed:
+            return False
+        first = max(snapshot.start, snapshot.stop - self.rows)
+        rows = {}
+        for group in self.layout.window_groups:
+            skip = (first - snapshot.start) // group.tokens_per_entry
+            rows[group.name] = np.array(snapshot.rows[group.name][:, skip:], np.uint8, order="C")
+        size = sum(array.nbytes for array in rows.values())
+        if present is not None:
+            self._drop(key, present)
+        if not self._make_room(size):
+            return False
+        kept = WindowSnapshot(first, snapshot.stop, rows, "replay" if is_replayed else "pool")
+        self._held[key] = _Held(kept, owner, size, self._clock() + self.ttl_seconds)
+        self.used_bytes += size
+        return True
+
+    def peek(self, key: BlockHash) -> WindowSnapshot | None:
+        """Return the snapshot that ends ``key``, without making it recent."""
+        held = self._held.get(key)
+        if held is None or held.expires <= self._clock():
+            return None
+        return held.snapshot
+
+    def pin(self, key: BlockHash) -> WindowSnapshot | None:
+        """Return the snapshot that ends ``key``, recent and protected until ``unpin``."""
+        if self.peek(key) is None:
+            return None
+        held = self._held[key]
+        held.pins += 1
+        self._held.move_to_end(key)
+        self._pinned.setdefault(id(held.snapshot), held)
+        return held.snapshot
+
+    def unpin(self, snapshot: WindowSnapshot) -> None:
+        """Give back one pin of a snapshot that ``pin`` returned."""
+        held = self._pinned[id(snapshot)]
+        held.pins -= 1
+        if not held.pins:
+            del self._pinned[id(snapshot)]
+            if held.is_doomed:
+                self._free(held)
+
+    def expire(self) -> None:
+        """Drop every snapshot whose time is up."""
+        now = self._clock()
+        for key, held in [item for item in self._held.items() if item[1].expires <= now]:
+            self._drop(key, held)
+            self.expired += 1
+
+    def clear(self, owner: BlockHash) -> None:
+        """Drop every snapshot of one namespace."""
+        for key, held in [item for item in self._held.items() if item[1].owner == owner]:
+            self._drop(key, held)
+
+    def _make_room(self, size: int) -> bool:
+        if size > self.capacity_bytes:
+            return False
+        for key, held in list(self._held.items()):
+            if self.used_bytes + size <= self.capacity_bytes:
+                break
+            if not held.pins:
+                self._drop(key, held)
+                self.evicted += 1
+        return self.used_bytes + size <= self.capacity_bytes
+
+    def _drop(self, key: BlockHash, held: _Held) -> None:
+        del self._held[key]
+        if held.pins:
+            held.is_doomed = True  # its bytes stay accounted for until the last pin goes
+        else:
+            self._free(held)
+
+    def _free(self, held: _Held) -> None:
+        self.used_bytes -= held.size
+        if self._poison_on_free:
+            for array in held.snapshot.rows.values():
+                array[...] = POISON
+
+
+def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) -> None:
+    """Raise ``ValueError`` unless ``snapshot`` could serve a hit of this layout."""
+    groups = {group.name: group for group in layout.window_groups}
+    if set(snapshot.rows) != set(groups):
+        msg = f"snapshot holds groups {sorted(snapshot.rows)}, expected the WINDOW groups {sorted(groups)}"
+        raise ValueError(msg)
+    start, stop = snapshot.start, snapshot.stop
+    if stop < 1 or stop % block_tokens:
+        msg = f"snapshot.stop must be a block boundary (a multiple of {block_tokens}), found {stop}"
+        raise ValueError(msg)
+    latest = max(0, stop - (layout.window_tokens - 1))
+    if not 0 <= start <= latest:
+        msg = f"snapshot.start must be at most {latest} to serve a hit at {stop}, found {start}"
+        raise ValueError(msg)
+    for name, group in groups.items():
+        rows = np.asarray(snapshot.rows[name])
+        expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
+        if rows.dtype != np.uint8 or rows.shape != expected:
+            msg = (
+                f"snapshot rows of group {name!r}: expected uint8 {list(expected)}, "
+                f"found {rows.dtype} {list(rows.shape)}"
+            )
+            raise ValueError(msg)
+
+
+def copy_of(snapshot: WindowSnapshot) -> WindowSnapshot:
+    """Return ``snapshot`` with rows of its own, so that no one else's eviction touches them."""
+    return replace(snapshot, rows={name: array.copy() for name, array in snapshot.rows.items()})
