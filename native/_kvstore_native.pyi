@@ -1,0 +1,76 @@
+"""Types of the C module. The contract, and what each function does, is in kvstore_native.h."""
+
+class CData:
+    """A C pointer or struct."""
+
+class Fp4Stats(CData):
+    """A ``struct kvstore_fp4_stats *``; cffi reads its fields through the pointer."""
+
+    nan_blocks: int
+    inf_values: int
+
+class FFI:
+    """The part of cffi's FFI object that kvstore uses."""
+
+    def cast(self, ctype: str, value: int) -> CData: ...
+    def new(self, ctype: str) -> Fp4Stats: ...
+
+class Lib:
+    """The functions and constants of kvstore_native.h."""
+
+    KVSTORE_OK: int
+    KVSTORE_ERR_DTYPE: int
+    KVSTORE_ERR_FORMAT: int
+    KVSTORE_ERR_RULE: int
+    KVSTORE_ERR_GLOBAL_SCALE: int
+    KVSTORE_ERR_SHAPE: int
+    KVSTORE_ERR_NULL: int
+    KVSTORE_ERR_STRIDE: int
+    KVSTORE_ERR_OVERLAP: int
+    KVSTORE_F32: int
+    KVSTORE_F16: int
+    KVSTORE_BF16: int
+    KVSTORE_NVFP4: int
+    KVSTORE_MXFP4: int
+    KVSTORE_RULE_V41: int
+    KVSTORE_RULE_TORCHAO: int
+    KVSTORE_RULE_FLOOR: int
+    KVSTORE_RULE_EVEN: int
+    KVSTORE_RULE_RCEIL: int
+
+    def kvstore_native_version(self) -> int: ...
+    def kvstore_fp4_pack(
+        self,
+        values: CData,
+        dtype: int,
+        rows: int,
+        row_values: int,
+        value_stride: int,
+        entry_format: int,
+        rule: int,
+        global_scale: float,
+        nibbles: CData,
+        nibble_stride: int,
+        scales: CData,
+        scale_stride: int,
+        stats: CData,
+        /,
+    ) -> int: ...
+    def kvstore_fp4_unpack(
+        self,
+        nibbles: CData,
+        nibble_stride: int,
+        scales: CData,
+        scale_stride: int,
+        rows: int,
+        row_values: int,
+        entry_format: int,
+        global_scale: float,
+        values: CData,
+        dtype: int,
+        value_stride: int,
+        /,
+    ) -> int: ...
+
+ffi: FFI
+lib: Lib
