@@ -203,58 +203,55 @@ class ReferenceEngine:
 
         Pages stay pinned as long as ``held`` is open; everything else is copied out of the match.
         """
-        window = self.config.sliding_window
         if self.cache is None:
-            return _Run(self._state(tokens, Floors.replay(0, window), prompt), tokens)
-        match = self.cache.lookup(tokens[:prompt])
-        with match:
-            entries, pages, hit = None, None, match.hit_tokens
-            if hit and self._restore == "read":
+            floors = Floors.replay(0, self.config.sliding_window)
+            return _Run(self._state(tokens, floors, prompt), tokens)
+        with self.cache.lookup(tokens[:prompt]) as match:
+            # Reading and loading shorten the match where a block turns out to be lost.
+            entries, pages, snapshot = None, None, None
+            if match.hit_tokens and self._restore == "read":
                 entries = self.cache.read(match)
-                hit = entries.tokens
-            if hit and (self._restore == "pages" or self._replay == "hook"):
+            if match.hit_tokens and (self._restore == "pages" or self._replay == "hook"):
                 pages = self.cache.load(match)
                 held.callback(pages.release)
-                hit = min(hit, pages.tokens)
-            snapshot = None
-            if hit == match.hit_tokens > 0 and (match.window_hit or self._replay == "hook"):
+            if match.window_hit or (match.hit_tokens and self._replay == "hook"):
                 snapshot = self.cache.window(match, self.replay_hook)
-            if hit < match.hit_tokens:
-                # A block was lost between lookup and read. What remains is a shorter hit, and the
-                # window that was found ends elsewhere.
-                floors = Floors.replay(hit, window)
-            elif snapshot is None:
-                floors = Floors(
-                    start=match.replay_start,
-                    hit=match.write_floor,
-                    read_floor=match.read_floor,
-                    window_write_floor=match.window_write_floor,
-                )
-            else:
-                # The window is there, but the decoder needs the encoder's output for the last W
-                # rows of the prompt, which no cache keeps. Rows of the hit among them run again,
-                # for that output only.
-                floors = Floors(
-                    start=min(hit, max(0, prompt - window)),
-                    hit=match.write_floor,
-                    read_floor=match.read_floor,
-                    window_write_floor=hit,
-                )
+            hit = match.hit_tokens
+            floors = self._floors(match, snapshot, prompt)
             run = _Run(self._state(tokens, floors, prompt), tokens, hit, stored_tokens=hit)
             if entries is not None:
                 run.state.entries.restore(entries, hit)
             elif pages is not None:
                 run.state.entries.attach(self._reader(pages), hit)
-            if snapshot is not None:
-                run.state.restore_window(snapshot)
-                run.windows_kept.add(hit)
-            if snapshot is not None and snapshot.source == "pool":
-                run.window_source = "pool"
-            elif hit:
-                run.window_source = "replay"
-                run.replay_tokens = hit - floors.read_floor
-                run.encoder_rows = run.replay_tokens if snapshot is not None else 0
+        if snapshot is not None:
+            run.state.restore_window(snapshot)
+            run.windows_kept.add(hit)
+        if snapshot is not None and snapshot.source == "pool":
+            run.window_source = "pool"
+        elif hit:
+            run.window_source = "replay"
+            run.replay_tokens = hit - floors.read_floor
+            run.encoder_rows = run.replay_tokens if snapshot is not None else 0
         return run
+
+    def _floors(
+        self, match: kvstore.Match, snapshot: kvstore.WindowSnapshot | None, prompt: int
+    ) -> Floors:
+        if snapshot is None:
+            return Floors(
+                start=match.replay_start,
+                hit=match.write_floor,
+                read_floor=match.read_floor,
+                window_write_floor=match.window_write_floor,
+            )
+        # The window is there, but the decoder needs the encoder's output for the last W rows of the
+        # prompt, which no cache keeps. Rows of the hit among them run again, for that output only.
+        return Floors(
+            start=min(match.hit_tokens, max(0, prompt - self.config.sliding_window)),
+            hit=match.write_floor,
+            read_floor=match.read_floor,
+            window_write_floor=match.hit_tokens,
+        )
 
     def _publish(self, run: _Run, end: int) -> None:
         """Offer the cache what tokens ``[0, end)`` have that it has not seen.

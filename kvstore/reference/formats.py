@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
+from kvstore import fp4
 
 _EXPONENT_BIAS = 127
 """Of binary32 and of UE8M0."""
@@ -22,12 +23,8 @@ def pack_entries(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]
     Shapes:
         values ``[n, group.values]``; returns uint8 ``[n, group.entry_bytes]``.
     """
-    nibbles, scales = kvstore.fp4.pack(
-        values.to(torch.float32).contiguous().numpy(),
-        group.entry_format,
-        scale_rule=group.scale_rule,
-    )
-    return np.concatenate([np.asarray(nibbles), np.asarray(scales).view(np.uint8)], axis=-1)
+    planes = fp4.pack(values.to(torch.float32), group.entry_format, scale_rule=group.scale_rule)
+    return torch.cat(planes, dim=-1).numpy()
 
 
 def unpack_entries(
@@ -39,13 +36,8 @@ def unpack_entries(
         entries uint8 ``[n, group.entry_bytes]``; returns ``[n, group.values]``.
     """
     nibbles, scales = np.split(entries, [group.planes[0]], axis=-1)
-    values = kvstore.fp4.unpack(
-        np.ascontiguousarray(nibbles),
-        np.ascontiguousarray(scales),
-        group.entry_format,
-        dtype="float32",
-    )
-    return torch.from_numpy(np.asarray(values)).to(dtype)
+    values = fp4.unpack(nibbles, scales, group.entry_format, dtype="float32")
+    return torch.from_numpy(values).to(dtype)
 
 
 def round_mxfp4(values: Tensor, rule: str) -> Tensor:
@@ -54,11 +46,8 @@ def round_mxfp4(values: Tensor, rule: str) -> Tensor:
     Shapes:
         values ``[..., width]``, width a multiple of 32; returns the same.
     """
-    packed = kvstore.fp4.pack(
-        values.to(torch.float32).contiguous().numpy(), "mxfp4", scale_rule=rule
-    )
-    rounded = kvstore.fp4.unpack(*packed, "mxfp4", dtype="float32")
-    return torch.from_numpy(np.asarray(rounded)).to(values.dtype)
+    planes = fp4.pack(values.to(torch.float32), "mxfp4", scale_rule=rule)
+    return fp4.unpack(*planes, "mxfp4", dtype="float32").to(values.dtype)
 
 
 def _exact_to_bytes(rows: Tensor) -> NDArray[np.uint8]:

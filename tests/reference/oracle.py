@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-import kvstore
+from kvstore import fp4
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.weights import LayerWeights, Weights
 
@@ -116,9 +116,9 @@ class Oracle:
         entry_format: str,
     ) -> None:
         rule = {"nvfp4": "v41", "mxfp4": "rceil"}[entry_format]
-        parts = kvstore.fp4.pack(values[None].astype(np.float32), entry_format, scale_rule=rule)
+        parts = fp4.pack(values[None].astype(np.float32), entry_format, scale_rule=rule)
         packed.setdefault(layer, []).append(b"".join(np.asarray(p).tobytes() for p in parts))
-        rounded = np.asarray(kvstore.fp4.unpack(*parts, entry_format, dtype="float32"))
+        rounded = np.asarray(fp4.unpack(*parts, entry_format, dtype="float32"))
         decoded.setdefault(layer, []).append(rounded[0].astype(np.float64))
 
     def _pick(
@@ -132,8 +132,8 @@ class Oracle:
         queries = []
         for head in heads:
             query = self._turn(_norm(head), position, config.compress_rope_theta)
-            parts = kvstore.fp4.pack(query[None].astype(np.float32), "mxfp4", scale_rule="rceil")
-            queries.append(np.asarray(kvstore.fp4.unpack(*parts, "mxfp4", dtype="float32"))[0])
+            parts = fp4.pack(query[None].astype(np.float32), "mxfp4", scale_rule="rceil")
+            queries.append(np.asarray(fp4.unpack(*parts, "mxfp4", dtype="float32"))[0])
         scores = [
             sum(s * max(0.0, float(q.astype(np.float64) @ key)) for s, q in zip(shares, queries, strict=True))
             for key in self.index.get(owner, [])[:visible]

@@ -19,7 +19,7 @@ import torch
 import kvstore
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine, Result
-from tests.reference.conftest import (
+from tests.reference.support import (
     LOGITS_EQUAL,
     difference,
     entries_equal,

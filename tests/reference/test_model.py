@@ -15,7 +15,7 @@ from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine, Result
 from kvstore.reference.model import Chunk, ReferenceModel
 from kvstore.reference.state import Floors, SequenceState
-from tests.reference.conftest import LOGITS_EQUAL, difference, prompt_tokens
+from tests.reference.support import LOGITS_EQUAL, difference, prompt_tokens
 from tests.reference.oracle import Oracle
 
 SMALL = ReferenceConfig.tiny(sliding_window=8, index_topk=4)
