@@ -147,9 +147,7 @@ class ReferenceEngine:
             self._publish(run, end)
             return self._result(run, end, tuple(new_tokens))
 
-    def replay_hook(
-        self, requests: list[kvstore.ReplayRequest], /
-    ) -> list[kvstore.WindowSnapshot]:
+    def replay_hook(self, requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
         """Rebuild windows, all requests in one pass. A ``kvstore.ReplayHook``.
 
         Raises:
@@ -196,9 +194,7 @@ class ReferenceEngine:
         self._publish(run, len(prompt))
         return run
 
-    def _adopt(
-        self, tokens: NDArray[np.uint32], prompt: int, held: contextlib.ExitStack
-    ) -> _Run:
+    def _adopt(self, tokens: NDArray[np.uint32], prompt: int, held: contextlib.ExitStack) -> _Run:
         """Look the prompt up and start a sequence from what is there.
 
         Pages stay pinned as long as ``held`` is open; everything else is copied out of the match.
@@ -270,7 +266,9 @@ class ReferenceEngine:
         stops = {boundary, boundary - self._block_tokens} if boundary == end else {boundary}
         for stop in sorted(stops - run.windows_kept):
             start = max(0, stop - self._window_rows, run.state.floors.read_floor)
-            if stop < max(1, run.hit_tokens) or start > max(0, stop - self.config.sliding_window + 1):
+            if stop < max(1, run.hit_tokens) or start > max(
+                0, stop - self.config.sliding_window + 1
+            ):
                 continue
             source = "replay" if stop == run.hit_tokens else "engine"
             self.cache.put_window(run.tokens[:stop], run.state.snapshot(start, stop, source))
@@ -305,9 +303,7 @@ class ReferenceEngine:
 
         return read
 
-    def _encode(
-        self, state: SequenceState, prompt: int, chunks: Iterable[int] | None
-    ) -> Tensor:
+    def _encode(self, state: SequenceState, prompt: int, chunks: Iterable[int] | None) -> Tensor:
         """Run the encoder over the prompt's rows from ``start`` on, cut at ``chunks``.
 
         Shapes:
