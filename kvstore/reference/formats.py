@@ -61,8 +61,8 @@ def _exact_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
 def _mxfp8_to_bytes(rows: Tensor) -> NDArray[np.uint8]:
     blocks = rows.to(torch.float32).reshape(*rows.shape[:-1], -1, 32)
     # The least power of two that keeps the largest value of 32 within E4M3: no row saturates.
-    _, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
-    exponents = exponents.clamp(-_EXPONENT_BIAS + 1, _EXPONENT_BIAS)
+    mantissas, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
+    exponents = (exponents - (mantissas == 0.5).int()).clamp(-_EXPONENT_BIAS + 1, _EXPONENT_BIAS)
     codes = torch.ldexp(blocks, -exponents).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
     scales = (exponents + _EXPONENT_BIAS).to(torch.uint8).squeeze(-1)
     return torch.cat((codes, scales), dim=-1).numpy()

@@ -53,9 +53,7 @@ def warm_engine(
     replay: Literal["fold", "hook"] = "fold",
     restore: Literal["read", "pages"] = "read",
 ) -> ReferenceEngine:
-    return ReferenceEngine(
-        CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore, block_tokens=BLOCK
-    )
+    return ReferenceEngine(CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore)
 
 
 @functools.cache
@@ -271,7 +269,7 @@ def test_the_next_turn_continues_from_the_end_of_output_as_a_cold_run_would(
     rows = 2 * SMALL.sliding_window - 2
     tokens = TOKENS[:50]
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
         turn = engine.generate(tokens, 60)
         cache.flush()
         conversation = np.concatenate([tokens, np.array(turn.new_tokens, np.uint32), TOKENS[50:60]])
@@ -292,7 +290,7 @@ def test_generation_is_greedy_and_the_same_warm_and_cold(tmp_path: Path) -> None
     assert len(expected.new_tokens) == 12
     assert len(set(expected.new_tokens)) > 3
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
         first = engine.generate(tokens, 12)
         cache.flush()
         again = engine.generate(tokens, 12)
@@ -306,7 +304,7 @@ def test_the_hook_rebuilds_many_windows_in_one_pass_as_it_would_each_alone(
 ) -> None:
     prompts = [prompt_tokens(length, seed=length) for length in (33, 70, 100)]
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache)
         cold_engine = ReferenceEngine(SMALL)
         for prompt in prompts:
             cache.store(prompt, cold_engine.prefill(prompt).entries)
@@ -356,7 +354,7 @@ def test_replay_without_the_hits_global_entries_is_refused() -> None:
 def test_binary32_reuses_a_prefix_as_well(tmp_path: Path) -> None:
     tokens = TOKENS[:90]
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK, dtype=torch.float32) as cache:
-        engine = ReferenceEngine(SMALL, cache, dtype=torch.float32, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, dtype=torch.float32)
         first = engine.prefill(tokens)
         cache.flush()
         again = engine.prefill(tokens)
