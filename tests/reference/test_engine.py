@@ -351,6 +351,18 @@ def test_replay_without_the_hits_global_entries_is_refused() -> None:
         ReferenceEngine(SMALL).replay_hook([request])
 
 
+def test_engines_with_other_weights_do_not_share_a_namespace() -> None:
+    engines = [
+        ReferenceEngine(SMALL),
+        ReferenceEngine(SMALL, seed=1),
+        ReferenceEngine(SMALL, dtype=torch.float32),
+        ReferenceEngine(CONFIG),
+    ]
+
+    assert len({engine.namespace for engine in engines}) == 4
+    assert ReferenceEngine(SMALL).namespace == engines[0].namespace
+
+
 def test_binary32_reuses_a_prefix_as_well(tmp_path: Path) -> None:
     tokens = TOKENS[:90]
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK, dtype=torch.float32) as cache:
