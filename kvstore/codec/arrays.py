@@ -182,15 +182,15 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
             f"{role} must be contiguous along its last axis, "
             f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
         )
-    extent = view.itemsize
     axes = zip(view.strides, view.shape, strict=True)
-    for stride, length in sorted((abs(stride), length) for stride, length in axes):
-        if length > 1 and stride < extent:
+    extent = view.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in axes if length > 1):
+        if view.size and stride < extent:
             raise ValueError(
                 f"{role} overlaps itself: strides {list(view.strides)} "
                 f"are too short for shape {list(view.shape)}"
             )
-        extent += stride * max(length - 1, 0)
+        extent += stride * (length - 1)
 
 
 def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
