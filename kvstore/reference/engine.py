@@ -1,0 +1,326 @@
+"""An engine around the reference model: prefill, bounded replay and decoding with a prefix cache.
+
+It uses ``PrefixCache`` through its public contract only, so it shows what any engine has to do:
+
+    lookup ─▶ restore global entries ─▶ restore or rebuild windows ─▶ encode the rest ─▶ store
+                                                                          └─▶ decode once ─▶ logits
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import kvstore
+from kvstore.cache import Scope
+from kvstore.hash import as_tokens
+from kvstore.reference.config import ReferenceConfig
+from kvstore.reference.entries import PageReader
+from kvstore.reference.formats import Entries
+from kvstore.reference.model import Chunk, ReferenceModel
+from kvstore.reference.state import Floors, SequenceState
+
+CHUNK_TOKENS = 512
+"""Rows in one pass unless the caller cuts elsewhere: bounds the memory of gathered keys."""
+
+Tokens = Sequence[int] | NDArray[np.integer]
+WindowSource = Literal["pool", "replay", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one request computed, and how much of it came from the cache.
+
+    Shapes:
+        logits ``[vocab]``; entries[group] uint8 ``[layers, n, entry_bytes]``.
+    """
+
+    logits: Tensor
+    """Of the last prompt row."""
+    new_tokens: tuple[int, ...]
+    hit_tokens: int
+    """Tokens whose global entries were restored."""
+    replay_tokens: int
+    """Tokens of the hit that were run to rebuild their window."""
+    window_source: WindowSource
+    """Where the encoder window of the hit came from; ``"none"`` without a hit."""
+    encoder_rows: int
+    """Rows that the prompt cost in the encoder, replay included."""
+    entries: Entries
+    """Global entries of tokens ``[entries_start, end)``; the end leaves out the last new token."""
+    entries_start: int
+    """0, unless the hit was read out of device pages."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A sequence from lookup to its end."""
+
+    state: SequenceState
+    tokens: NDArray[np.uint32]
+    hit_tokens: int = 0
+    replay_tokens: int = 0
+    window_source: WindowSource = "none"
+    encoder_rows: int = 0
+    stored_tokens: int = 0
+    """A block boundary: the cache has been offered everything below it."""
+    windows_kept: set[int] = field(default_factory=set)
+    """Boundaries whose window the cache has already."""
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class ReferenceEngine:
+    """Runs the reference model over a prefix cache.
+
+    ``replay`` says how a missing window is rebuilt. ``"fold"`` runs the rows again as the first rows
+    of the prefill; ``"hook"`` lets the cache ask for them through ``replay_hook``. The results are
+    the same. ``restore`` says how a hit is read: ``"read"`` copies its entries to host memory,
+    ``"pages"`` gathers from device pages only what attention chooses. The hook reads from device
+    pages as well, so with ``device_bytes=0`` only ``"fold"`` and ``"read"`` find anything.
+
+    Threads: one thread at a time.
+    """
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        cache: Scope | None = None,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        window_rows: int | None = None,
+        replay: Literal["fold", "hook"] = "fold",
+        restore: Literal["read", "pages"] = "read",
+    ) -> None:
+        """Make the model that belongs to ``seed``.
+
+        ``window_rows`` is how many rows a snapshot holds: W by default; from 2 W - 2 on, whatever
+        follows a pooled window is exact. The cache keeps no more than it was opened for.
+        """
+        self.config = config
+        self.cache = cache
+        self.dtype = dtype
+        self.layout = config.layout(dtype)
+        self.model = ReferenceModel(config, seed=seed, dtype=dtype)
+        # Config, seed and number format decide every weight, so they stand for the weights.
+        digest = hashlib.sha256(f"{config} {seed} {dtype}".encode()).hexdigest()
+        self.namespace = kvstore.Namespace(model="reference", weights=digest)
+        """What to open a cache with, so that engines of other weights never share a block."""
+        self._window_rows = window_rows or config.sliding_window
+        self._replay = replay
+        self._restore = restore
+
+    def prefill(self, tokens: Tokens, *, chunks: Iterable[int] | None = None) -> Result:
+        """Run a prompt; keep what it computed.
+
+        ``chunks`` are the positions at which prefill is cut. In binary64 the result does not depend
+        on them; in binary32 a rounding may tip the choice of an entry.
+        """
+        prompt = as_tokens(tokens)
+        with torch.inference_mode(), contextlib.ExitStack() as held:
+            run = self._prefill(prompt, len(prompt), chunks, held)
+            return self._result(run, len(prompt), ())
+
+    def generate(
+        self, tokens: Tokens, count: int, *, chunks: Iterable[int] | None = None
+    ) -> Result:
+        """Run a prompt, then decode ``count`` tokens, always the likeliest; keep both.
+
+        The last new token is not run, so what is kept ends one token before it.
+        """
+        if count < 1:
+            msg = f"count must be at least 1, found {count}"
+            raise ValueError(msg)
+        prompt = as_tokens(tokens)
+        end = len(prompt) + count - 1
+        with torch.inference_mode(), contextlib.ExitStack() as held:
+            run = self._prefill(prompt, end, chunks, held)
+            new_tokens = [int(run.logits.argmax())]
+            for position in range(len(prompt), end):
+                run.tokens[position] = run.state.tokens[position] = new_tokens[-1]
+                step = [Chunk(run.state, position, position + 1)]
+                logits = self.model.decode(self.model.encode(step), step)
+                new_tokens.append(int(logits[-1].argmax()))
+            self._publish(run, end)
+            return self._result(run, end, tuple(new_tokens))
+
+    def replay_hook(self, requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
+        """Rebuild windows, all requests in one pass. A ``kvstore.ReplayHook``.
+
+        Raises:
+            ValueError: if a request comes without pages: replay reads the hit's global entries, so
+                ``PrefixCache.load`` comes before ``PrefixCache.window``.
+        """
+        with torch.inference_mode():
+            chunks = []
+            for request in requests:
+                if request.pages is None:
+                    msg = "replay needs the global entries of the hit: load the match before its window"
+                    raise ValueError(msg)
+                floors = Floors(
+                    start=request.start,
+                    hit=request.write_floor,
+                    read_floor=request.read_floor,
+                    window_write_floor=request.window_write_floor,
+                )
+                state = self._state(request.tokens[: request.stop], floors, prompt=request.stop)
+                state.entries.attach(self._reader(request.pages), request.write_floor)
+                chunks.append(Chunk(state, request.start, request.stop))
+            if chunks:
+                self.model.encode(chunks)
+            return [chunk.state.snapshot(chunk.start, chunk.stop, "replay") for chunk in chunks]
+
+    def _prefill(
+        self,
+        prompt: NDArray[np.uint32],
+        capacity: int,
+        chunks: Iterable[int] | None,
+        held: contextlib.ExitStack,
+    ) -> _Run:
+        if not len(prompt):
+            msg = "a prompt needs at least one token, found none"
+            raise ValueError(msg)
+        tokens = np.zeros(capacity, np.uint32)
+        tokens[: len(prompt)] = prompt
+        run = self._adopt(tokens, len(prompt), held)
+        tail = self._encode(run.state, len(prompt), chunks)
+        # Once, whatever the chunks were: logits must not depend on them.
+        last_rows = [Chunk(run.state, run.state.decoder_floor, len(prompt))]
+        run.logits = self.model.decode(tail, last_rows)[-1]
+        run.encoder_rows += len(prompt) - run.state.floors.start
+        self._publish(run, len(prompt))
+        return run
+
+    def _adopt(self, tokens: NDArray[np.uint32], prompt: int, held: contextlib.ExitStack) -> _Run:
+        """Look the prompt up and start a sequence from what is there.
+
+        Pages stay pinned as long as ``held`` is open; everything else is copied out of the match.
+        """
+        if self.cache is None:
+            floors = Floors.replay(0, self.config.sliding_window)
+            return _Run(self._state(tokens, floors, prompt), tokens)
+        with self.cache.lookup(tokens[:prompt]) as match:
+            # Reading and loading shorten the match where a block turns out to be lost.
+            entries, pages, snapshot = None, None, None
+            if match.hit_tokens and self._restore == "read":
+                entries = self.cache.read(match)
+            if match.hit_tokens and (self._restore == "pages" or self._replay == "hook"):
+                pages = self.cache.load(match)
+                held.callback(pages.release)
+            if match.window_hit or (match.hit_tokens and self._replay == "hook"):
+                snapshot = self.cache.window(match, self.replay_hook)
+            hit = match.hit_tokens
+            floors = self._floors(match, snapshot, prompt)
+            run = _Run(self._state(tokens, floors, prompt), tokens, hit, stored_tokens=hit)
+            if entries is not None:
+                run.state.entries.restore(entries, hit)
+            elif pages is not None:
+                run.state.entries.attach(self._reader(pages), hit)
+        if snapshot is not None:
+            run.state.restore_window(snapshot)
+            run.windows_kept.add(hit)
+        if snapshot is not None and snapshot.source == "pool":
+            run.window_source = "pool"
+        elif hit:
+            run.window_source = "replay"
+            run.replay_tokens = hit - floors.read_floor
+            run.encoder_rows = run.replay_tokens if snapshot is not None else 0
+        return run
+
+    def _floors(
+        self, match: kvstore.Match, snapshot: kvstore.WindowSnapshot | None, prompt: int
+    ) -> Floors:
+        if snapshot is None:
+            return Floors(
+                start=match.replay_start,
+                hit=match.write_floor,
+                read_floor=match.read_floor,
+                window_write_floor=match.window_write_floor,
+            )
+        # The window is there, but the decoder needs the encoder's output for the last W rows of the
+        # prompt, which no cache keeps. Rows of the hit among them run again, for that output only.
+        return Floors(
+            start=min(match.hit_tokens, max(0, prompt - self.config.sliding_window)),
+            hit=match.write_floor,
+            read_floor=match.read_floor,
+            window_write_floor=match.hit_tokens,
+        )
+
+    def _publish(self, run: _Run, end: int) -> None:
+        """Offer the cache what tokens ``[0, end)`` have that it has not seen.
+
+        A snapshot serves a hit at its end only, and a hit ends at a block boundary before the last
+        token. So one is taken at the last boundary, and one a block earlier where ``end`` is itself
+        a boundary: an exact repeat hits there.
+        """
+        if self.cache is None:
+            return
+        block = self.cache.block_tokens
+        boundary = end // block * block
+        if boundary > run.stored_tokens:
+            start = run.stored_tokens
+            self.cache.store(run.tokens[:end], run.state.entries.export(start, end), start=start)
+            run.stored_tokens = boundary
+        stops = {boundary, boundary - block} if boundary == end else {boundary}
+        for stop in sorted(stops - run.windows_kept):
+            start = max(0, stop - self._window_rows, run.state.floors.read_floor)
+            latest = max(0, stop - self.config.sliding_window + 1)
+            if stop < max(1, run.hit_tokens) or start > latest:
+                continue
+            source = "replay" if stop == run.hit_tokens else "engine"
+            self.cache.put_window(run.tokens[:stop], run.state.snapshot(start, stop, source))
+            run.windows_kept.add(stop)
+
+    def _result(self, run: _Run, end: int, new_tokens: tuple[int, ...]) -> Result:
+        entries = run.state.entries
+        return Result(
+            logits=run.logits,
+            new_tokens=new_tokens,
+            hit_tokens=run.hit_tokens,
+            replay_tokens=run.replay_tokens,
+            window_source=run.window_source,
+            encoder_rows=run.encoder_rows,
+            entries=entries.export(entries.bytes_from, end),
+            entries_start=entries.bytes_from,
+        )
+
+    def _state(self, tokens: NDArray[np.uint32], floors: Floors, prompt: int) -> SequenceState:
+        return SequenceState(
+            self.config, self.layout, tokens, floors=floors, prompt=prompt, dtype=self.dtype
+        )
+
+    def _reader(self, pages: kvstore.Pages) -> PageReader:
+        """Return what reads entries out of ``pages``. Binary32 holds every FP4 value exactly."""
+        cache = self.cache
+        assert cache is not None
+
+        def read(group: str, layer: int, indices: Tensor | None, /) -> Tensor:
+            values = cache.device.gather(pages, group, layer, indices, torch.float32).cpu()
+            return values if indices is not None else values.reshape(-1, values.shape[-1])
+
+        return read
+
+    def _encode(self, state: SequenceState, prompt: int, chunks: Iterable[int] | None) -> Tensor:
+        """Run the encoder over the prompt's rows from ``start`` on, cut at ``chunks``.
+
+        Shapes:
+            returns the encoder's output for the last W rows, which the decoder starts from:
+            ``[prompt - decoder_floor, hidden]``.
+        """
+        start = state.floors.start
+        cuts = range(start, prompt, CHUNK_TOKENS) if chunks is None else chunks
+        ends = sorted({cut for cut in cuts if start < cut < prompt} | {start, prompt})
+        tail = torch.empty(0, self.config.hidden_size, dtype=self.dtype)
+        for begin, end in itertools.pairwise(ends):
+            rows = self.model.encode([Chunk(state, begin, end)])
+            tail = torch.cat((tail, rows))[-self.config.sliding_window :]
+        return tail

@@ -1,0 +1,126 @@
+"""The global entries of one sequence: bytes as a store keeps them, and the values they stand for.
+
+Attention reads decoded entries only, never what they were packed from. So a sequence that restored
+an entry and the one that wrote it read the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import kvstore
+from kvstore.reference.formats import Entries, pack_entries, unpack_entries
+
+
+class PageReader(Protocol):
+    """Reads entries of a hit out of device pages."""
+
+    def __call__(self, group: str, layer: int, indices: Tensor | None, /) -> Tensor:
+        """Return decoded entries.
+
+        Shapes:
+            indices int64 ``[rows, k]``, -1 for none, or None for all n entries of the hit;
+            returns ``[rows, k, values]``, or ``[n, values]`` for all of them.
+        """
+        ...
+
+
+class GlobalEntries:
+    """Global entries of tokens ``[0, capacity)``, filled from the left.
+
+    Invariants:
+        Entries below the restored prefix are never written: they are shared with other sequences.
+    """
+
+    def __init__(self, layout: kvstore.Layout, capacity: int, dtype: torch.dtype) -> None:
+        self._groups = {group.name: group for group in layout.global_groups}
+        self._dtype = dtype
+        self._bytes = {
+            name: np.zeros(
+                (len(group.layers), capacity // group.tokens_per_entry, group.entry_bytes), np.uint8
+            )
+            for name, group in self._groups.items()
+        }
+        # NaN until written: an entry read before its time shows in every result.
+        self._values = {
+            name: torch.full((*stored.shape[:2], self._groups[name].values), torch.nan, dtype=dtype)
+            for name, stored in self._bytes.items()
+        }
+        self._pages: PageReader | None = None
+        self.write_floor = 0
+        """First token whose entries this sequence may write."""
+        self.bytes_from = 0
+        """First token whose entries are held as bytes; those below lie in pages."""
+
+    def restore(self, entries: Entries, tokens: int) -> None:
+        """Take over the entries of tokens ``[0, tokens)``, as ``PrefixCache.read`` returned them."""
+        for name, group in self._groups.items():
+            count = tokens // group.tokens_per_entry
+            self._bytes[name][:, :count] = entries[name][:, :count]
+            for row in range(len(group.layers)):
+                stored = self._bytes[name][row, :count]
+                self._values[name][row, :count] = unpack_entries(group, stored, self._dtype)
+        self.write_floor = tokens
+
+    def attach(self, pages: PageReader, tokens: int) -> None:
+        """Read the entries of tokens ``[0, tokens)`` from device pages, when they are needed."""
+        self._pages = pages
+        self.write_floor = self.bytes_from = tokens
+
+    def write(self, name: str, layer: int, first: int, values: Tensor) -> None:
+        """Pack values and keep them as entries ``first``, ``first + 1``, ... of ``layer``.
+
+        Shapes:
+            values ``[n, group.values]``.
+        """
+        group = self._groups[name]
+        assert first * group.tokens_per_entry >= self.write_floor
+        row, stop = group.layers.index(layer), first + len(values)
+        packed = pack_entries(group, values)
+        self._bytes[name][row, first:stop] = packed
+        self._values[name][row, first:stop] = unpack_entries(group, packed, self._dtype)
+
+    def gather(self, name: str, layer: int, indices: Tensor) -> Tensor:
+        """Return the chosen entries of each query. What stands for -1 is arbitrary.
+
+        Shapes:
+            indices int64 ``[rows, k]``; returns ``[rows, k, group.values]``.
+        """
+        group = self._groups[name]
+        values = self._values[name][group.layers.index(layer)][indices.clamp(min=0)]
+        if self._pages is None:
+            return values
+        in_pages = (indices >= 0) & (indices < self.bytes_from // group.tokens_per_entry)
+        paged = self._pages(name, layer, indices.masked_fill(~in_pages, -1))
+        return torch.where(in_pages[..., None], paged.to(self._dtype), values)
+
+    def scan(self, name: str, layer: int, count: int) -> Tensor:
+        """Return the first ``count`` entries.
+
+        Shapes:
+            returns ``[count, group.values]``.
+        """
+        group = self._groups[name]
+        values = self._values[name][group.layers.index(layer), :count]
+        if self._pages is None:
+            return values
+        paged = self._pages(name, layer, None)[: self.bytes_from // group.tokens_per_entry]
+        return torch.cat((paged.to(self._dtype), values[len(paged) :]))[:count]
+
+    def export(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
+        """Return a copy of the entries of tokens ``[start, stop)``, for ``PrefixCache.store``.
+
+        Shapes:
+            returns, by group, uint8 ``[layers, n, entry_bytes]``.
+        """
+        assert start >= self.bytes_from
+        copies = {}
+        for name, group in self._groups.items():
+            ratio = group.tokens_per_entry
+            copies[name] = self._bytes[name][:, start // ratio : stop // ratio].copy()
+        return copies
