@@ -230,22 +230,3 @@ def _is_itself(
         and (header.has_images or derived == [header.block_hash])
         and (header.number, header.namespace_id) == (record.number, record.namespace_id)
     )
-
-
-def frame_with_payload_of(store: OpenedStore, key: BlockKey, other: BlockKey) -> bytes:
-    """Return the frame of ``key`` with the payload of ``other``, every checksum made right.
-
-    What no checksum can see: the negative control of the demo and of tests.
-    """
-    mine, theirs = store.ssd.frame(key), store.ssd.frame(other)
-    if mine is None or theirs is None:
-        msg = f"no block {(key if mine is None else other).hex()} in {store.ssd.path}"
-        raise ValueError(msg)
-    form = store.frame_format
-    header = form.header(memoryview(mine))
-    if header is None:
-        msg = f"block {key.hex()} in {store.ssd.path} is damaged"
-        raise ValueError(msg)
-    forged = bytearray(mine[: form.payload_offset] + theirs[form.payload_offset :])
-    form.seal(forged, header)
-    return bytes(forged)
