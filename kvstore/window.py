@@ -138,6 +138,16 @@ class WindowPool:
         for key, held in [item for item in self._held.items() if item[1].owner == owner]:
             self._drop(key, held)
 
+    def stats(self) -> dict[str, int]:
+        """Return sizes and counts as plain JSON values."""
+        return {
+            "snapshots": len(self._held),
+            "used_bytes": self.used_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "evicted": self.evicted,
+            "expired": self.expired,
+        }
+
     def _make_room(self, size: int) -> bool:
         if size > self.capacity_bytes:
             return False
