@@ -312,7 +312,7 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
-            owned(cache)._writer.drain()  # type: ignore[union-attr]
+            owned(cache)._writer.drain()
             assert cache.lookup(lost).hit_tokens == 0
         assert failing.errors == []
         more = tokens_of(BLOCK, 9)
