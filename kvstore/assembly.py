@@ -76,6 +76,8 @@ class _Opened:
 
 _opened: dict[tuple[int, int], _Opened] = {}
 """Stores open in this process, by device and inode: LMDB must not open one twice."""
+_inherited: dict[tuple[int, int], SharedTiers] = {}
+"""Stores that a forked child took over and must let go of before it opens its own."""
 _opening = threading.RLock()
 
 
@@ -218,6 +220,8 @@ def _share(path: Path, options: SsdOptions, make: Callable[[], SharedTiers]) -> 
             opened.count += 1
             opened.shared.metrics.shared_opens += 1
             return opened.shared
+        if known is not None and known in _inherited:
+            _inherited.pop(known).ssd.forget()
         shared = make()
         made = _identity(path)
         assert made is not None
@@ -240,8 +244,9 @@ def _after_fork() -> None:
     """In a child: let go of every inherited store, so that the child can open its own."""
     global _opening  # noqa: PLW0603 - the parent's lock may be held by a thread that is not here
     _opening = threading.RLock()
-    for opened in _opened.values():
+    for key, opened in _opened.items():
         opened.shared.abandon()
+        _inherited[key] = opened.shared
     _opened.clear()
 
 

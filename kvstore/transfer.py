@@ -67,12 +67,10 @@ class Writer:
         self,
         commit: Callable[[list[QueuedBlock]], None],
         *,
-        commit_bytes: int,
         commit_blocks: int,
-        frame_bytes: int,
     ) -> None:
         self._commit = commit
-        self._batch_blocks = max(1, min(commit_blocks, commit_bytes // frame_bytes))
+        self._batch_blocks = commit_blocks
         self._queue_blocks = QUEUE_COMMITS * self._batch_blocks
         self._items: deque[QueuedBlock | _Barrier] = deque()
         self._queued = 0

@@ -28,7 +28,7 @@ from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.metrics import Metrics
 from kvstore.policy.lru import Lru
 from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import COMMIT_BLOCKS, MEDIUM_ERRORS, Put, Record, SsdTier, is_full
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_full
 from kvstore.transfer import QueuedBlock, Ticket, Writer
 from kvstore.window import WindowPool
 
@@ -106,6 +106,8 @@ class SharedTiers:
         self._leases: deque[Hold] = deque()
         self._by_request: dict[str, Match] = {}
         self._sequence = 0
+        self._undeleted: list[BlockKey] = []
+        """Keys that left the index but not yet the medium, because a delete failed."""
         self._failed_commits = 0
         self._is_read_only = False
         self._is_closed = False
@@ -116,12 +118,7 @@ class SharedTiers:
         self._writer: Writer | None = None
         if self._index is not None:
             self._rebuild(self._index)
-            self._writer = Writer(
-                self._commit,
-                commit_bytes=ssd.commit_bytes,
-                commit_blocks=COMMIT_BLOCKS,
-                frame_bytes=frame_format.frame_bytes,
-            )
+            self._writer = Writer(self._commit, commit_blocks=ssd.commit_blocks)
 
     # ---- identity ------------------------------------------------------------------------------
 
@@ -537,6 +534,8 @@ class SharedTiers:
             if fresh:
                 staged.update(block.key for block in fresh)
                 runs.append(_Run(ticket, fresh))
+        if self._undeleted:
+            self._undeleted = [key for key in self._undeleted if key not in staged]
         return runs
 
     def _pin_parents(self, index: PrefixIndex, runs: Iterable[_Run]) -> list[Segment]:
@@ -573,11 +572,22 @@ class SharedTiers:
             self._expire_leases()
             keys = index.evict(blocks, self.wall_clock()).keys
             self.metrics.evicted_blocks["ssd"] += len(keys)
-        try:
-            self.ssd.delete(keys)
-        except MEDIUM_ERRORS as error:
-            self._note_write_error(error)
+        self._delete(keys)
         return len(keys)
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks that left the index; what fails is tried again with the next delete.
+
+        A block that was stored anew in the meantime is in the index again and stays.
+        """
+        with self._lock:
+            due, self._undeleted = [*self._undeleted, *keys], []
+        try:
+            self.ssd.delete(due)
+        except MEDIUM_ERRORS as error:
+            with self._lock:
+                self._undeleted = due + self._undeleted
+            self._note_write_error(error)
 
     def _put(self, index: PrefixIndex, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
         """Write the runs in one transaction; on a full map free a little and try once more."""
@@ -634,7 +644,7 @@ class SharedTiers:
                 self.metrics.stored_blocks += len(keys)
         if orphans:
             self._count_drop("no_parent", len(orphans))
-            self.ssd.delete(orphans)
+            self._delete(orphans)
 
     def _count_drop(self, reason: str, count: int) -> None:
         if count:
@@ -727,10 +737,7 @@ class SharedTiers:
                 return
             segment = self._index.settle(position)
             keys = self._index.remove_from(Position(segment, segment.blocks - 1, number)).keys
-        try:
-            self.ssd.delete(keys)
-        except MEDIUM_ERRORS as error:
-            self._note_write_error(error)
+        self._delete(keys)
 
     # ---- device pages --------------------------------------------------------------------------
 
@@ -841,7 +848,7 @@ class SharedTiers:
             self._sticky = {segment for segment in self._sticky if segment.is_live}
             self.window.clear(root)
             self._clear_device()
-        self.ssd.delete(keys)
+        self._delete(keys)
         return len(keys)
 
     def _clear_device(self) -> None:
@@ -959,7 +966,7 @@ class SharedTiers:
                 "%d blocks in %s had no parent and were deleted", len(orphans), self.ssd.path
             )
             self.metrics.dropped_blocks["orphan"] += len(orphans)
-            self.ssd.delete(orphans)
+            self._delete(orphans)
 
 
 def _keys_of(segment: Segment) -> list[BlockKey]:

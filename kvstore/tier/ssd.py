@@ -49,8 +49,10 @@ _HIGH, _LOW = 0.92, 0.88
 """Watermarks as shares of the cap: uniform values fill 97 % without MapFull. spec/lmdb 0.5."""
 _SPARE_COMMITS = 3
 """Pages freed in a transaction come back two later: room for that many full commits."""
-_OVERHEAD_PAGES = 64
-"""Tree pages, meta pages and free list of a store that is nearly empty."""
+_TREE_PAGES_PER_BLOCK = 3
+"""Tree pages that writing one block rewrites at most: a leaf each of `pay`, `meta` and `age`."""
+_OVERHEAD_PAGES = 32
+"""Roots, branches, meta pages and free list."""
 _READERS = 512
 
 _RECORD = struct.Struct("<16sIIQQdIIQ")
@@ -134,17 +136,23 @@ def pages_of(frame_bytes: int) -> int:
     return -(-(PAGE_HEADER_BYTES + frame_bytes) // PAGE_BYTES)
 
 
-def commit_bytes(capacity_bytes: int, frame_bytes: int) -> int:
-    """Return the size of the largest commit: 16 MB, or a 32nd of the cap, or one block."""
-    return max(min(COMMIT_BYTES, capacity_bytes // 32), pages_of(frame_bytes) * PAGE_BYTES)
+def commit_blocks(capacity_bytes: int, frame_bytes: int) -> int:
+    """Return the blocks of the largest commit: 64, or 16 MB, or a 32nd of the cap, or one."""
+    size = min(COMMIT_BYTES, capacity_bytes // 32)
+    return max(1, min(COMMIT_BLOCKS, size // (pages_of(frame_bytes) * PAGE_BYTES)))
+
+
+def spare_bytes(capacity_bytes: int, frame_bytes: int) -> int:
+    """Return what must stay free above the high watermark for commits to succeed."""
+    pages = pages_of(frame_bytes) + _TREE_PAGES_PER_BLOCK
+    commit = commit_blocks(capacity_bytes, frame_bytes) * pages * PAGE_BYTES
+    return _SPARE_COMMITS * commit + _OVERHEAD_PAGES * PAGE_BYTES
 
 
 def minimum_capacity(frame_bytes: int) -> int:
     """Return the least cap that holds ``MINIMUM_BLOCKS`` blocks below the high watermark."""
-    block = pages_of(frame_bytes) * PAGE_BYTES
-    spare = (MINIMUM_BLOCKS + _SPARE_COMMITS) * block + _OVERHEAD_PAGES * PAGE_BYTES
-    share = int((MINIMUM_BLOCKS * block + _OVERHEAD_PAGES * PAGE_BYTES) / _HIGH)
-    return -(-max(spare, share) // PAGE_BYTES) * PAGE_BYTES
+    blocks = MINIMUM_BLOCKS * (pages_of(frame_bytes) + _TREE_PAGES_PER_BLOCK) * PAGE_BYTES
+    return blocks + spare_bytes(0, frame_bytes)
 
 
 class SsdTier:
@@ -163,13 +171,9 @@ class SsdTier:
         self.options = options
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
-        self.commit_bytes = commit_bytes(options.capacity_bytes, options.frame_bytes)
-        self.high_bytes = int(
-            min(
-                _HIGH * self.capacity_bytes,
-                self.capacity_bytes - _SPARE_COMMITS * self.commit_bytes,
-            )
-        )
+        self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
+        spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
+        self.high_bytes = min(int(_HIGH * self.capacity_bytes), self.capacity_bytes - spare)
         self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
         self._env = env
         self._lock_fd = lock_fd
@@ -182,11 +186,9 @@ class SsdTier:
         self._writing = threading.Lock()
         self._unhinted: list[BlockKey] = []
         """Blocks of the last commit, whose pages are written down with the next one."""
-        with self._using(), env.begin(write=self.is_owner) as txn:
-            names = (b"sys", b"meta", b"pay", b"age")
-            self._sys, self._meta, self._pay, self._age = (
-                env.open_db(name, txn, create=self.is_owner) for name in names
-            )
+        self._sys, self._meta, self._pay, self._age = (
+            env.open_db(name, create=self.is_owner) for name in (b"sys", b"meta", b"pay", b"age")
+        )
 
     # ---- capacity ------------------------------------------------------------------------------
 
@@ -365,14 +367,28 @@ class SsdTier:
         txn.put(key, new.pack(), db=self._meta)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Delete blocks, deepest first, in small durable transactions: each leaves a closed state."""
-        for first in range(0, len(keys), DELETES_PER_COMMIT):
-            with self._using(), self._env.begin(write=True) as txn:
-                for key in keys[first : first + DELETES_PER_COMMIT]:
-                    data = txn.pop(key, db=self._meta)
-                    if data is not None:
-                        txn.delete(_SEQUENCE.pack(Record.unpack(data).sequence), db=self._age)
-                        txn.delete(key, db=self._pay)
+        """Delete blocks, deepest first, in small durable transactions: each leaves a closed state.
+
+        Deleting needs free pages itself; on a full map the transactions shrink to single blocks.
+        """
+        first, count = 0, DELETES_PER_COMMIT
+        while first < len(keys):
+            try:
+                self._delete(keys[first : first + count])
+            except lmdb.MapFullError:
+                if count == 1:
+                    raise
+                count = max(1, count // 8)
+                continue
+            first += count
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        with self._using(), self._env.begin(write=True) as txn:
+            for key in keys:
+                data = txn.pop(key, db=self._meta)
+                if data is not None:
+                    txn.delete(_SEQUENCE.pack(Record.unpack(data).sequence), db=self._age)
+                    txn.delete(key, db=self._pay)
 
     def sync(self) -> None:
         """Make every commit so far survive power loss, and record where payloads lie."""
@@ -454,12 +470,24 @@ class SsdTier:
         self._release()
 
     def abandon(self) -> None:
-        """In a forked child: let go of what was inherited without touching the parent's locks."""
+        """In a forked child: close the inherited descriptors, so that no lock outlives the parent.
+
+        The environment stays open until ``forget``: closing it here would clear the parent's
+        reader slots for every child, also those that never use the store.
+        """
+        self._idle = threading.Condition()  # the parent's may be held by a thread that is not here
         self._is_closed = True
-        self._release()
+        self._close_files()
+
+    def forget(self) -> None:
+        """In a forked child: close the inherited environment before opening one's own."""
+        self._env.close()
 
     def _release(self) -> None:
         self._env.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         os.close(self._file)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -600,7 +628,7 @@ def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Env
         readahead=False,
         lock=True,
         mode=0o600,
-        max_spare_txns=8,
+        max_spare_txns=0,  # a kept transaction would lose its slot when a forked child reopens
     )
 
 

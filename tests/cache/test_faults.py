@@ -1,0 +1,431 @@
+"""What a medium, a disk or a person can do to a store: recompute, never wrong bytes, never a crash."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from kvstore import ConfigError, LayoutMismatch, StoreError
+from kvstore.frame import FrameFormat
+from kvstore.tier.ssd import SsdTier
+from tests.stores import BLOCK, DENSE, WINDOWED, assert_entries, entries_of, open_cache, tokens_of
+
+COUNT = 12 * BLOCK + 1
+
+
+def fill(path: Path) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    tokens = tokens_of(COUNT)
+    with open_cache(path) as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+    return tokens
+
+
+def payload_place(path: Path, tokens: Any, number: int) -> int:
+    """Offset in the file of a byte in the middle of a block's payload."""
+    with open_cache(path) as cache:
+        record = cache._shared.ssd.record(cache.probe(tokens).prefix.key(number))
+    assert record is not None
+    assert record.page > 0
+    form = FrameFormat(DENSE, BLOCK)
+    return record.page * 4096 + 16 + form.payload_offset + form.payload_bytes // 2
+
+
+def flip(path: Path, offset: int) -> None:
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+@pytest.mark.parametrize("number", [0, 5, 11])
+def test_a_flipped_bit_shortens_the_hit_and_is_replaced_by_a_fresh_block(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    flip(path, payload_place(path, tokens, number))
+    with open_cache(path) as cache:
+        for attempt in range(2):
+            with cache.lookup(tokens) as match:
+                assert match.hit_tokens == (12 if attempt == 0 else number) * BLOCK
+                found = cache.read(match)
+                assert found.tokens == match.hit_tokens == number * BLOCK
+                assert_entries(DENSE, found, tokens, number * BLOCK)
+        assert cache.stats()["counters"]["corrupt_blocks"] == {"checksum": 1, "total": 1}
+        assert cache.stats()["tiers"]["ssd"]["blocks"] == number
+        assert sum("unusable" in record.message for record in caplog.records) == 1
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 12 * BLOCK)
+
+
+def test_a_load_into_pages_stops_at_a_bad_block_too(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    flip(path, payload_place(path, tokens, 4))
+    with open_cache(path, device_bytes="1MiB") as cache, cache.lookup(tokens) as match:
+        pages = cache.load(match)
+        assert pages.tokens == match.hit_tokens == 4 * BLOCK
+        assert cache.device.free_pages == cache.device.page_count - 4
+        pages.release()
+
+
+def test_a_collision_of_keys_is_a_miss(tmp_path: Path) -> None:
+    """Another block's frame under this key, intact in itself: only identity can tell."""
+    path = tmp_path / "s"
+    tokens = fill(path)
+    other = tokens_of(COUNT, seed=1)
+    with open_cache(path) as cache:
+        cache.store(other, entries_of(DENSE, other))
+        cache.flush()
+        ssd = cache._shared.ssd
+        mine, theirs = (cache.probe(t).prefix.key(3) for t in (tokens, other))
+        frame = ssd.frame(theirs)
+        assert frame is not None
+        with ssd._env.begin(write=True) as txn:
+            txn.put(mine, frame, db=ssd._pay)
+        ssd.amend([mine], page=0)
+        with cache.lookup(tokens) as match:
+            assert cache.read(match).tokens == 3 * BLOCK
+        assert cache.stats()["counters"]["corrupt_blocks"]["identity"] == 1
+
+
+def test_a_stale_hint_costs_a_second_read_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    with open_cache(path) as cache:
+        ssd = cache._shared.ssd
+        prefix = cache.probe(tokens).prefix
+        wrong = ssd.record(prefix.key(1))
+        assert wrong is not None
+        ssd.amend([prefix.key(0), prefix.key(2)], page=wrong.page)
+        ssd.amend([prefix.key(3)], page=1 << 40)
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 12 * BLOCK)
+        assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
+
+
+def test_hints_are_written_down_and_right(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    form = FrameFormat(DENSE, BLOCK)
+    with open_cache(path) as cache:
+        ssd = cache._shared.ssd
+        prefix = cache.probe(tokens).prefix
+        for number in range(12):
+            record = ssd.record(prefix.key(number))
+            assert record is not None
+            with (path / "data.mdb").open("rb") as file:
+                file.seek(record.page * 4096 + 16)
+                frame = memoryview(file.read(form.frame_bytes))
+            assert form.fault(frame, prefix.hashes[number], prefix.parent_hash(number),
+                              prefix.block_ids(number)) is None  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:5000],
+        lambda data: b"\xff" * len(data),
+        lambda data: data[:4096] + b"\x00" * (len(data) - 4096),
+        lambda data: np.random.default_rng(0).bytes(len(data)),
+    ],
+    ids=["half", "one page", "ones", "zeros", "noise"],
+)
+def test_a_corrupt_data_file_is_set_aside_and_the_cache_starts_empty(
+    tmp_path: Path, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    data = path / "data.mdb"
+    data.write_bytes(spoil(data.read_bytes()))
+    (tmp_path / "s.bad-20200101T000000").mkdir()
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 0
+        assert cache.stats()["counters"]["quarantined_stores"] == 1
+        assert sum("was broken" in record.message for record in caplog.records) == 1
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 12 * BLOCK)
+    aside = list(tmp_path.glob("s.bad-*"))
+    assert len(aside) == 1
+    assert aside[0].name != "s.bad-20200101T000000"
+    with open_cache(path) as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 0
+
+
+def test_the_last_value_cut_off_is_found_at_open(tmp_path: Path) -> None:
+    """LMDB's own verifier does not see it, and reading it would be SIGBUS."""
+    path = tmp_path / "s"
+    tokens = fill(path)
+    with open_cache(path) as cache:
+        size = cache.stats()["tiers"]["ssd"]["file_bytes"]
+    os.truncate(path / "data.mdb", size - 4096)
+    with open_cache(path) as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 1
+        assert cache.lookup(tokens).hit_tokens == 0
+
+
+def test_another_layout_is_refused_and_the_store_left_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    before = {item.name: item.read_bytes() for item in path.iterdir()}
+    for options in ({"layout": WINDOWED}, {"layout": DENSE, "block_tokens": 2 * BLOCK}):
+        for role in ("auto", "owner", "reader"):
+            with pytest.raises(LayoutMismatch, match=r"left untouched[\s\S]*found[\s\S]*expected"):
+                open_cache(path, **options, role=role)
+    after = {item.name: item.read_bytes() for item in path.iterdir()}
+    assert {n: b for n, b in before.items() if n != "owner.lock"} == {
+        n: b for n, b in after.items() if n != "owner.lock"
+    }
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 12 * BLOCK
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is a file, expected a directory"):
+        open_cache(path)
+    with pytest.raises(StoreError, match="is a file"):
+        open_cache(path, role="reader")
+    assert path.read_text() == "mine"
+
+
+def test_someone_elses_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.mkdir(mode=0o700)
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"key", b"value")
+    before = (path / "data.mdb").read_bytes()
+    with pytest.raises(StoreError, match="is not a kvstore store"):
+        open_cache(path)
+    assert (path / "data.mdb").read_bytes() == before
+    assert list(tmp_path.glob("*.bad-*")) == []
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.mkdir()
+    path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"writable by others \(mode 0777\); run chmod 700"):
+        open_cache(path)
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    fill(path)
+    version = path / "VERSION"
+    version.write_text(version.read_text().replace("kvstore 1", "kvstore 9"))
+    with pytest.raises(StoreError, match="another version: found 'kvstore 9'"):
+        open_cache(path)
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    fill(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {item.name: item.stat().st_mode & 0o777 for item in path.iterdir()} == dict.fromkeys(
+        ("data.mdb", "lock.mdb", "owner.lock", "VERSION"), 384
+    )
+
+
+def test_a_missing_parent_record_is_found_at_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    tokens = fill(path)
+    with open_cache(path) as cache:
+        cache._shared.ssd.delete([cache.probe(tokens).prefix.key(7)])
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 7 * BLOCK
+        assert cache.stats()["tiers"]["ssd"]["blocks"] == 7
+        assert cache.stats()["counters"]["dropped_blocks"]["orphan"] == 4
+        assert "had no parent" in caplog.text
+
+
+class FailingPut:
+    """A medium whose next writes fail."""
+
+    def __init__(self, ssd: SsdTier, errors: list[BaseException]) -> None:
+        self.real, self.errors = ssd.put, errors
+        ssd.put = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, *args: Any) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.real(*args)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [lmdb.MapFullError("full"), lmdb.DiskError("No space left on device")],
+    ids=["map full", "disk full"],
+)
+def test_a_full_medium_is_retried_once_after_evicting_a_little(
+    tmp_path: Path, error: BaseException
+) -> None:
+    with open_cache(tmp_path / "s") as cache:
+        old, new = tokens_of(20 * BLOCK + 1, 1), tokens_of(4 * BLOCK + 1, 2)
+        cache.store(old, entries_of(DENSE, old))
+        cache.flush()
+        FailingPut(cache._shared.ssd, [error])
+        cache.store(new, entries_of(DENSE, new))
+        cache.flush()
+        assert cache.lookup(new).hit_tokens == 4 * BLOCK
+        assert cache.lookup(old).hit_tokens == 4 * BLOCK
+        assert cache.stats()["counters"]["write_errors"] == 0
+
+
+def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tokens_of(4 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        failing = FailingPut(cache._shared.ssd, [OSError(errno.EIO, "I/O error")] * 3)
+        for seed in range(1, 4):
+            lost = tokens_of(BLOCK + 1, seed)
+            cache.store(lost, entries_of(DENSE, lost))
+            cache._shared._writer.drain()  # type: ignore[union-attr]
+            assert cache.lookup(lost).hit_tokens == 0
+        assert failing.errors == []
+        more = tokens_of(BLOCK, 9)
+        assert cache.store(more, entries_of(DENSE, more)).dropped == 1
+        stats = cache.stats()
+        assert stats["tiers"]["ssd"]["is_read_only"]
+        assert stats["counters"]["dropped_blocks"] == {"write_error": 4, "total": 4}
+        assert sum(record.levelno == logging.ERROR for record in caplog.records) == 1
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 4 * BLOCK)
+
+
+def test_a_failed_commit_never_leaves_a_child_without_its_parent(tmp_path: Path) -> None:
+    tokens = tokens_of(300 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        FailingPut(cache._shared.ssd, [OSError(errno.EIO, "I/O error")])
+        cache.store(tokens, entries_of(DENSE, tokens), wait=30)
+        cache.flush()
+        index = cache._shared._index
+        assert index is not None
+        assert index.blocks == cache._shared.ssd.block_count == 0
+        assert cache.stats()["counters"]["dropped_blocks"]["no_parent"] > 0
+
+
+def test_a_bug_in_a_commit_surfaces_at_flush_and_the_writer_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tokens_of(2 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        FailingPut(cache._shared.ssd, [RuntimeError("a bug")])
+        cache.store(tokens, entries_of(DENSE, tokens))
+        with pytest.raises(StoreError, match="a bug"):
+            cache.flush()
+        assert cache.store(tokens, entries_of(DENSE, tokens)).present == 0
+        cache.flush()
+        assert cache.lookup(tokens).hit_tokens == 2 * BLOCK
+
+
+def test_failed_deletes_are_made_up_for(tmp_path: Path) -> None:
+    tokens = tokens_of(10 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        ssd = cache._shared.ssd
+        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
+        cache.clear()
+        assert ssd.block_count == 10
+        ssd.delete = real  # type: ignore[method-assign]
+        again = tokens[: 3 * BLOCK]
+        cache.store(again, entries_of(DENSE, again))
+        cache.flush()
+        cache.clear(cache.scope(cache.namespace))
+        assert ssd.block_count == 0
+
+
+def _raise(*args: Any) -> None:
+    raise lmdb.DiskError("I/O error")
+
+
+_KILLED = """
+import sys
+from tests.stores import *
+with open_cache(Path(sys.argv[1]), ssd_bytes="2MiB") as cache:
+    seed = int(sys.argv[2])
+    while True:
+        tokens = tokens_of(25 * BLOCK + 1, seed)
+        cache.store(tokens, entries_of(DENSE, tokens), wait=10)
+        cache.flush()
+        print(seed, flush=True)
+        seed += 1
+"""
+
+
+def test_kill_9_loses_no_flushed_block_and_keeps_metadata_and_payload_together(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "s"
+    seed = 0
+    for cycle in range(6):
+        with subprocess.Popen(
+            [sys.executable, "-c", _KILLED, str(path), str(seed)], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            done = [int(writer.stdout.readline()) for _ in range(3 + cycle)]
+            time.sleep(0.002 * cycle)
+            writer.send_signal(signal.SIGKILL)
+            done += [int(line) for line in writer.stdout.read().split()]
+        with open_cache(path, ssd_bytes="2MiB") as cache:
+            assert cache.role == "owner"
+            assert cache.stats()["counters"]["quarantined_stores"] == 0
+            last = tokens_of(25 * BLOCK + 1, done[-1])
+            with cache.lookup(last) as match:
+                assert match.hit_tokens == 25 * BLOCK
+                assert_entries(DENSE, cache.read(match), last, 25 * BLOCK)
+            for old in range(done[-1] + 2):
+                tokens = tokens_of(25 * BLOCK + 1, old)
+                with cache.lookup(tokens) as match:
+                    found = cache.read(match)
+                    assert_entries(DENSE, found, tokens, found.tokens)
+            assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
+        seed = done[-1] + 1
+
+
+def test_the_file_stays_below_its_cap_while_it_turns_over(tmp_path: Path) -> None:
+    cap = 2 << 20
+    with open_cache(tmp_path / "s", ssd_bytes=cap) as cache:
+        rng = np.random.default_rng(0)
+        for seed in range(120):
+            tokens = tokens_of(int(rng.integers(1, 60)) * BLOCK, seed)
+            cache.store(tokens, entries_of(DENSE, tokens), wait=30)
+        cache.flush()
+        stats = cache.stats()
+        assert stats["counters"]["evicted_blocks"]["ssd"] > 2000
+        assert stats["counters"]["write_errors"] == 0
+        assert stats["counters"]["dropped_blocks"]["total"] == 0
+        assert stats["tiers"]["ssd"]["file_bytes"] <= cap
+        assert (tmp_path / "s" / "data.mdb").stat().st_size <= cap
+
+
+def test_preallocation_takes_the_space_at_open(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "s", ssd_bytes="4MiB", preallocate=True):
+        facts = (tmp_path / "s" / "data.mdb").stat()
+        assert facts.st_size == facts.st_blocks * 512 == 4 << 20
+    with open_cache(tmp_path / "s", ssd_bytes="4MiB") as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 0
