@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
+from kvstore.cache import Scope
 from kvstore.hash import as_tokens
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.entries import PageReader
@@ -82,7 +83,8 @@ class ReferenceEngine:
     ``replay`` says how a missing window is rebuilt. ``"fold"`` runs the rows again as the first rows
     of the prefill; ``"hook"`` lets the cache ask for them through ``replay_hook``. The results are
     the same. ``restore`` says how a hit is read: ``"read"`` copies its entries to host memory,
-    ``"pages"`` gathers from device pages only what attention chooses.
+    ``"pages"`` gathers from device pages only what attention chooses. The hook reads from device
+    pages as well, so with ``device_bytes=0`` only ``"fold"`` and ``"read"`` find anything.
 
     Threads: one thread at a time.
     """
@@ -90,26 +92,24 @@ class ReferenceEngine:
     def __init__(
         self,
         config: ReferenceConfig,
-        cache: kvstore.PrefixCache | None = None,
+        cache: Scope | None = None,
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
-        block_tokens: int = 128,
         window_rows: int | None = None,
         replay: Literal["fold", "hook"] = "fold",
         restore: Literal["read", "pages"] = "read",
     ) -> None:
         """Make the model that belongs to ``seed``.
 
-        ``block_tokens`` is the cache's. ``window_rows`` is how many rows a snapshot holds: W by
-        default; from 2 W - 2 on, whatever follows a pooled window is exact.
+        ``window_rows`` is how many rows a snapshot holds: W by default; from 2 W - 2 on, whatever
+        follows a pooled window is exact. The cache keeps no more than it was opened for.
         """
         self.config = config
         self.cache = cache
         self.dtype = dtype
         self.layout = config.layout(dtype)
         self.model = ReferenceModel(config, seed=seed, dtype=dtype)
-        self._block_tokens = block_tokens
         self._window_rows = window_rows or config.sliding_window
         self._replay = replay
         self._restore = restore
@@ -117,7 +117,8 @@ class ReferenceEngine:
     def prefill(self, tokens: Tokens, *, chunks: Iterable[int] | None = None) -> Result:
         """Run a prompt; keep what it computed.
 
-        ``chunks`` are the positions at which prefill is cut; the result does not depend on them.
+        ``chunks`` are the positions at which prefill is cut. In binary64 the result does not depend
+        on them; in binary32 a rounding may tip the choice of an entry.
         """
         prompt = as_tokens(tokens)
         with torch.inference_mode(), contextlib.ExitStack() as held:
@@ -147,9 +148,7 @@ class ReferenceEngine:
             self._publish(run, end)
             return self._result(run, end, tuple(new_tokens))
 
-    def replay_hook(
-        self, requests: list[kvstore.ReplayRequest], /
-    ) -> list[kvstore.WindowSnapshot]:
+    def replay_hook(self, requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
         """Rebuild windows, all requests in one pass. A ``kvstore.ReplayHook``.
 
         Raises:
@@ -196,9 +195,7 @@ class ReferenceEngine:
         self._publish(run, len(prompt))
         return run
 
-    def _adopt(
-        self, tokens: NDArray[np.uint32], prompt: int, held: contextlib.ExitStack
-    ) -> _Run:
+    def _adopt(self, tokens: NDArray[np.uint32], prompt: int, held: contextlib.ExitStack) -> _Run:
         """Look the prompt up and start a sequence from what is there.
 
         Pages stay pinned as long as ``held`` is open; everything else is copied out of the match.
@@ -262,15 +259,17 @@ class ReferenceEngine:
         """
         if self.cache is None:
             return
-        boundary = end // self._block_tokens * self._block_tokens
+        block = self.cache.block_tokens
+        boundary = end // block * block
         if boundary > run.stored_tokens:
             start = run.stored_tokens
             self.cache.store(run.tokens[:end], run.state.entries.export(start, end), start=start)
             run.stored_tokens = boundary
-        stops = {boundary, boundary - self._block_tokens} if boundary == end else {boundary}
+        stops = {boundary, boundary - block} if boundary == end else {boundary}
         for stop in sorted(stops - run.windows_kept):
             start = max(0, stop - self._window_rows, run.state.floors.read_floor)
-            if stop < max(1, run.hit_tokens) or start > max(0, stop - self.config.sliding_window + 1):
+            latest = max(0, stop - self.config.sliding_window + 1)
+            if stop < max(1, run.hit_tokens) or start > latest:
                 continue
             source = "replay" if stop == run.hit_tokens else "engine"
             self.cache.put_window(run.tokens[:stop], run.state.snapshot(start, stop, source))
@@ -305,9 +304,7 @@ class ReferenceEngine:
 
         return read
 
-    def _encode(
-        self, state: SequenceState, prompt: int, chunks: Iterable[int] | None
-    ) -> Tensor:
+    def _encode(self, state: SequenceState, prompt: int, chunks: Iterable[int] | None) -> Tensor:
         """Run the encoder over the prompt's rows from ``start`` on, cut at ``chunks``.
 
         Shapes:

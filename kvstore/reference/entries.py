@@ -111,7 +111,9 @@ class GlobalEntries:
         paged = self._pages(name, layer, None)[: self.bytes_from // group.tokens_per_entry]
         return torch.cat((paged.to(self._dtype), values[len(paged) :]))[:count]
 
-    def export(self, start: int, stop: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+    def export(
+        self, start: int, stop: int
+    ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
         """Return a copy of the entries of tokens ``[start, stop)``, for ``PrefixCache.store``.
 
         Shapes:

@@ -59,10 +59,10 @@ def _exact_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
 
 
 def _mxfp8_to_bytes(rows: Tensor) -> NDArray[np.uint8]:
-    blocks = rows.to(torch.float32).unflatten(-1, (-1, 32))
+    blocks = rows.to(torch.float32).reshape(*rows.shape[:-1], -1, 32)
     # The least power of two that keeps the largest value of 32 within E4M3: no row saturates.
-    _, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
-    exponents = exponents.clamp(-_EXPONENT_BIAS + 1, _EXPONENT_BIAS)
+    mantissas, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
+    exponents = (exponents - (mantissas == 0.5).int()).clamp(-_EXPONENT_BIAS + 1, _EXPONENT_BIAS)
     codes = torch.ldexp(blocks, -exponents).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
     scales = (exponents + _EXPONENT_BIAS).to(torch.uint8).squeeze(-1)
     return torch.cat((codes, scales), dim=-1).numpy()
@@ -70,10 +70,10 @@ def _mxfp8_to_bytes(rows: Tensor) -> NDArray[np.uint8]:
 
 def _mxfp8_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     width = stored.shape[-1] * 32 // 33
-    codes, scales = torch.from_numpy(np.array(stored)).split([width, width // 32], dim=-1)
+    codes, scales = torch.from_numpy(np.array(stored)).tensor_split([width], dim=-1)
     values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
     exponents = scales.to(torch.int32) - _EXPONENT_BIAS
-    blocks = torch.ldexp(values.unflatten(-1, (-1, 32)), exponents[..., None])
+    blocks = torch.ldexp(values.reshape(*scales.shape, 32), exponents[..., None])
     return blocks.flatten(-2).to(dtype)
 
 
@@ -90,9 +90,7 @@ def pack_rows(group: kvstore.LayerGroup, rows: Tensor) -> NDArray[np.uint8]:
     return _TO_BYTES[group.entry_format](rows)
 
 
-def unpack_rows(
-    group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dtype
-) -> Tensor:
+def unpack_rows(group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     """Return window rows from their bytes: what the engine keeps after ``pack_rows`` as well.
 
     Shapes:

@@ -94,7 +94,9 @@ class ReferenceModel:
         inputs = self._norm(rows, weights.norm)
         positions = torch.cat([chunk.positions for chunk in chunks])
         latent = self._norm(inputs @ weights.query_down, weights.query_norm)
-        queries = (latent @ weights.query_up).unflatten(-1, (self.config.num_attention_heads, -1))
+        queries = (latent @ weights.query_up).reshape(
+            len(rows), self.config.num_attention_heads, -1
+        )
         queries = self._rotate(self._norm(queries, None), positions, spec.ratio)
         window = self._norm(inputs @ weights.window, weights.window_norm)
         window = self._rotate(window, positions, spec.ratio)
@@ -106,12 +108,12 @@ class ReferenceModel:
             keys, readable = chunk.state.read_window(spec.layer, chunk.positions)
             if spec.owner is not None and spec.index_source is not None:
                 if spec.index_source == spec.layer:
-                    chosen[spec.layer, number] = self._choose(
-                        spec, inputs[own], latent[own], chunk
-                    )
+                    chosen[spec.layer, number] = self._choose(spec, inputs[own], latent[own], chunk)
                 picks = chosen[spec.index_source, number]
                 group = f"main_r{spec.ratio}"
-                keys = torch.cat((chunk.state.entries.gather(group, spec.owner, picks), keys), dim=1)
+                keys = torch.cat(
+                    (chunk.state.entries.gather(group, spec.owner, picks), keys), dim=1
+                )
                 readable = torch.cat((picks >= 0, readable), dim=1)
             outputs.append(ops.attend(queries[own], keys, readable))
         # Entries are values as well as keys, so the sum carries their absolute rotation. Turning it
@@ -132,7 +134,7 @@ class ReferenceModel:
         weights = self.weights.layers[spec.layer].indexer
         assert weights is not None
         assert spec.owner is not None
-        queries = (latent @ weights.query).unflatten(-1, (self.config.index_n_heads, -1))
+        queries = (latent @ weights.query).reshape(len(latent), self.config.index_n_heads, -1)
         queries = self._rotate(self._norm(queries, None), chunk.positions, spec.ratio)
         # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
         queries = round_mxfp4(queries, self._index_rule)
@@ -166,10 +168,8 @@ class ReferenceModel:
                 continue
             pooled = groups.values
             if weights.gate is not None:
-                shape = (-1, spec.ratio)
-                pooled = ops.pool_groups(
-                    groups.values.unflatten(0, shape), groups.scores.unflatten(0, shape)
-                )
+                shape = (-1, spec.ratio, self.config.head_dim)
+                pooled = ops.pool_groups(groups.values.reshape(shape), groups.scores.reshape(shape))
             latent = self._norm(pooled, weights.norm)
             # Every entry stands at the first position of its group.
             positions = (first + torch.arange(len(latent))) * spec.ratio

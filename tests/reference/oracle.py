@@ -46,11 +46,13 @@ class Oracle:
                 x, picks = self._layer(layer, x, position, self.read_floor, picks)
             self._own(first, _norm(x, self.weights.layers[first].norm.numpy()), position)
             outputs[position] = x
+        x = np.empty(0)
         for position in range(decoder_floor, len(tokens)):
             x, picks = outputs[position], []
             for layer in range(first, config.num_hidden_layers):
                 x, picks = self._layer(layer, x, position, decoder_floor, picks)
-        return _norm(x, self.weights.norm.numpy()) @ self.weights.head.numpy()
+        logits: Array = _norm(x, self.weights.norm.numpy()) @ self.weights.head.numpy()
+        return logits
 
     def _layer(
         self, layer: int, x: Array, position: int, floor: int, picks: list[int]
@@ -78,7 +80,7 @@ class Oracle:
             query = self._turn(_norm(head), position, base)
             scores = np.array([query @ key / math.sqrt(len(key)) for key in keys])
             share = np.exp(scores - scores.max())
-            total = sum(s * key for s, key in zip(share / share.sum(), keys, strict=True))
+            total = (share / share.sum()) @ np.array(keys)
             out.append(self._turn(total, -position, base))
         x = x + np.concatenate(out) @ w.output.numpy()
         hidden = _norm(x, w.ffn_norm.numpy())
@@ -99,7 +101,8 @@ class Oracle:
             latent = group[0][0]
         else:
             share = [np.exp(score) for _, score in group]
-            latent = sum(s / sum(share) * value for s, (value, _) in zip(share, group, strict=True))
+            weights = np.array(share) / np.sum(share, axis=0)
+            latent = (weights * np.array([value for value, _ in group])).sum(axis=0)
         group.clear()
         base, place = self.config.compress_rope_theta, position // ratio * ratio
         latent = _norm(latent, owner.norm.numpy())
@@ -135,10 +138,15 @@ class Oracle:
             parts = fp4.pack(query[None].astype(np.float32), "mxfp4", scale_rule="rceil")
             queries.append(np.asarray(fp4.unpack(*parts, "mxfp4", dtype="float32"))[0])
         scores = [
-            sum(s * max(0.0, float(q.astype(np.float64) @ key)) for s, q in zip(shares, queries, strict=True))
+            sum(
+                s * max(0.0, float(q.astype(np.float64) @ key))
+                for s, q in zip(shares, queries, strict=True)
+            )
             for key in self.index.get(owner, [])[:visible]
         ]
-        return sorted(range(visible), key=lambda entry: (-scores[entry], entry))[: config.index_topk]
+        return sorted(range(visible), key=lambda entry: (-scores[entry], entry))[
+            : config.index_topk
+        ]
 
     def _turn(self, values: Array, position: int, base: float) -> Array:
         dims = self.config.qk_rope_head_dim

@@ -35,7 +35,7 @@ def entries_equal(one: Result, other: Result, *, start: int = 0, stop: int | Non
                 skip = result.entries_start // ratio
                 end = None if stop is None else stop // ratio - skip
                 parts.append(result.entries[name][:, start // ratio - skip : end])
-            if not np.array_equal(*parts):
+            if not np.array_equal(parts[0], parts[1]):
                 return False
     return True
 

@@ -8,13 +8,15 @@ global entries of the suffix are byte-equal to a cold run's; logits are equal ex
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import kvstore
 from kvstore.reference.config import ReferenceConfig
@@ -51,34 +53,49 @@ def warm_engine(
     replay: Literal["fold", "hook"] = "fold",
     restore: Literal["read", "pages"] = "read",
 ) -> ReferenceEngine:
-    return ReferenceEngine(
-        CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore, block_tokens=BLOCK
-    )
+    return ReferenceEngine(CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore)
 
 
-def fill(cache: kvstore.PrefixCache, hit: int, *, window_rows: int) -> None:
-    """Let a cold run leave ``hit`` tokens in the cache; with ``window_rows`` 0, no window."""
-    engine = warm_engine(cache, window_rows=window_rows or W)
-    if window_rows:
-        engine.prefill(TOKENS[: hit + 1])
-    else:
-        cache.store(TOKENS[: hit + 1], cold(hit + 1).entries)
+@functools.cache
+def left_behind(hit: int) -> tuple[kvstore.Entries, kvstore.WindowSnapshot]:
+    """What a cold run of ``hit + 1`` tokens leaves in a cache that keeps 2 W - 2 window rows."""
+    rows = 2 * W - 2
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_cache(Path(folder), CONFIG, window_rows=rows) as cache,
+    ):
+        warm_engine(cache, window_rows=rows).prefill(TOKENS[: hit + 1])
+        cache.flush()
+        with cache.lookup(TOKENS[: hit + 1]) as match:
+            return cache.read(match), cache.window(match)
+
+
+def fill(cache: kvstore.PrefixCache, hit: int, *, window: bool) -> None:
+    """Leave ``hit`` tokens of a cold run in the cache, with the window that ends there or without."""
+    entries, snapshot = left_behind(hit)
+    cache.store(TOKENS[:hit], entries)
+    if window:
+        cache.put_window(TOKENS[:hit], snapshot)
     cache.flush()
 
 
 @pytest.mark.parametrize("window_rows", [W, 2 * W - 2])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
-    suffix: int, window_rows: int, tmp_path: Path
+    suffix: int,
+    window_rows: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG, window_rows=window_rows) as cache:
-        fill(cache, HIT, window_rows=window_rows)
+        fill(cache, HIT, window=True)
         warm = warm_engine(cache, window_rows=window_rows).prefill(TOKENS[: HIT + suffix])
 
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (HIT, "pool", 0)
     assert warm.encoder_rows == max(suffix, W)
     assert entries_equal(warm, expected)
+    record_property("logits_difference", difference(warm, expected))
     if suffix >= 2 * W - 1 - window_rows:
         assert difference(warm, expected) < LOGITS_EQUAL
     else:
@@ -87,17 +104,18 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_after_replay_restored_entries_stay_and_everything_else_differs(
-    suffix: int, tmp_path: Path
+    suffix: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG) as cache:
-        fill(cache, HIT, window_rows=0)
+        fill(cache, HIT, window=False)
         warm = warm_engine(cache).prefill(TOKENS[: HIT + suffix])
 
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (HIT, "replay", W)
     assert warm.encoder_rows == W + suffix
     assert entries_equal(warm, expected, stop=HIT)
     assert not entries_equal(warm, expected)
+    record_property("logits_difference", difference(warm, expected))
     assert difference(warm, expected) > LOGITS_EQUAL
 
 
@@ -105,7 +123,7 @@ def test_after_replay_restored_entries_stay_and_everything_else_differs(
 def test_replay_of_a_whole_hit_equals_the_cold_run(suffix: int, tmp_path: Path) -> None:
     expected = cold(W + suffix)
     with open_cache(tmp_path, CONFIG) as cache:
-        fill(cache, W, window_rows=0)
+        fill(cache, W, window=False)
         warm = warm_engine(cache).prefill(TOKENS[: W + suffix])
 
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (W, "replay", W)
@@ -113,13 +131,66 @@ def test_replay_of_a_whole_hit_equals_the_cold_run(suffix: int, tmp_path: Path) 
     assert difference(warm, expected) < LOGITS_EQUAL
 
 
+@pytest.mark.parametrize("window", [False, True], ids=["replay", "pool"])
+def test_restored_entries_are_reused_whoever_wrote_them(window: bool, tmp_path: Path) -> None:
+    """Rows run again below the hit would compute other entries; none may take their place."""
+    entries, snapshot = left_behind(HIT)
+    # Other signs for half of the values: still valid FP4, and nothing this engine would write.
+    foreign = {name: stored.copy() for name, stored in entries.items()}
+    for name, stored in foreign.items():
+        stored[..., : CONFIG.layout().group(name).planes[0]] ^= 0x08
+    with open_cache(tmp_path, CONFIG) as cache:
+        cache.store(TOKENS[:HIT], foreign)
+        if window:
+            cache.put_window(TOKENS[:HIT], snapshot)
+        cache.flush()
+        warm = warm_engine(cache).prefill(TOKENS[: HIT + 200])
+        cache.flush()
+        kept = cache.read(cache.lookup(TOKENS[: HIT + 200]))
+
+    assert warm.hit_tokens == HIT
+    assert kept.tokens == HIT + BLOCK
+    for name, stored in foreign.items():
+        assert np.array_equal(warm.entries[name][:, : stored.shape[1]], stored)
+        assert np.array_equal(kept[name][:, : stored.shape[1]], stored)
+
+
+def test_a_lost_block_costs_a_shorter_hit_and_nothing_else(tmp_path: Path) -> None:
+    tokens = TOKENS[: HIT + 20]
+    with open_cache(tmp_path / "short", CONFIG) as cache:
+        fill(cache, HIT - BLOCK, window=False)
+        expected = warm_engine(cache).prefill(tokens)
+    with open_cache(tmp_path / "lost", CONFIG) as cache:
+        fill(cache, HIT, window=True)
+        damage(tmp_path / "lost", left_behind(HIT)[0]["main_r1"][0, HIT - BLOCK :])
+        warm = warm_engine(cache).prefill(tokens)
+
+    assert (warm.hit_tokens, warm.window_source) == (HIT - BLOCK, "replay")
+    assert entries_equal(warm, expected)
+    assert difference(warm, expected) < LOGITS_EQUAL
+
+
+def damage(store: Path, entries: NDArray[np.uint8]) -> None:
+    """Flip a bit of the block that holds ``entries``, ``[n, entry_bytes]``, in the store's file."""
+    nibble_bytes = CONFIG.layout().group("main_r1").planes[0]
+    # A frame holds the nibbles of 64 entries in a row.
+    pattern = entries[:64, :nibble_bytes].tobytes()
+    for path in store.rglob("*"):
+        if path.is_file() and (place := path.read_bytes().find(pattern)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(place)
+                file.write(bytes([pattern[0] ^ 1]))
+            return
+    pytest.fail(f"no file under {store} holds the entries")
+
+
 @pytest.mark.parametrize("suffix", [1, 60, 200])
 def test_the_hook_rebuilds_what_folding_rebuilds(suffix: int, tmp_path: Path) -> None:
     results = {}
     for replay in ("fold", "hook"):
         with open_cache(tmp_path / replay, CONFIG) as cache:
-            fill(cache, HIT, window_rows=0)
-            engine = warm_engine(cache, replay=replay)  # type: ignore[arg-type]
+            fill(cache, HIT, window=False)
+            engine = warm_engine(cache, replay=replay)
             results[replay] = engine.prefill(TOKENS[: HIT + suffix])
 
     assert results["hook"].window_source == "replay"
@@ -130,15 +201,15 @@ def test_the_hook_rebuilds_what_folding_rebuilds(suffix: int, tmp_path: Path) ->
     assert difference(results["hook"], results["fold"]) < LOGITS_EQUAL
 
 
-@pytest.mark.parametrize("window_rows", [0, W])
+@pytest.mark.parametrize("window", [False, True], ids=["replay", "pool"])
 def test_entries_gathered_from_pages_are_those_read_to_the_host(
-    window_rows: int, tmp_path: Path
+    window: bool, tmp_path: Path
 ) -> None:
     results = {}
     for restore in ("read", "pages"):
         with open_cache(tmp_path / restore, CONFIG) as cache:
-            fill(cache, HIT, window_rows=window_rows)
-            engine = warm_engine(cache, restore=restore)  # type: ignore[arg-type]
+            fill(cache, HIT, window=window)
+            engine = warm_engine(cache, restore=restore)
             results[restore] = engine.generate(TOKENS[: HIT + 3], 4)
 
     assert results["pages"].entries_start == HIT
@@ -154,22 +225,28 @@ CUTS: dict[str, Sequence[int]] = {
 }
 
 
-@pytest.mark.parametrize("window_rows", [None, 0, W], ids=["cold", "replay", "pool"])
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
-def test_no_result_depends_on_where_prefill_is_cut(
-    cuts: Sequence[int], window_rows: int | None, tmp_path: Path
-) -> None:
-    results = []
-    for name, chunks in (("whole", ()), ("cut", cuts)):
+@pytest.mark.parametrize("window", [False, True], ids=["replay", "pool"])
+def test_no_result_depends_on_where_prefill_is_cut(window: bool, tmp_path: Path) -> None:
+    results = {}
+    for name, chunks in {"whole": (), **CUTS}.items():
         with open_cache(tmp_path / name, CONFIG) as cache:
-            if window_rows is not None:
-                fill(cache, HIT, window_rows=window_rows)
-            results.append(warm_engine(cache).prefill(TOKENS[: HIT + 200], chunks=chunks))
+            fill(cache, HIT, window=window)
+            results[name] = warm_engine(cache).prefill(TOKENS[: HIT + 200], chunks=chunks)
 
-    whole, cut = results
-    assert whole.hit_tokens == cut.hit_tokens == (0 if window_rows is None else HIT)
-    assert entries_equal(cut, whole)
-    assert difference(cut, whole) < LOGITS_EQUAL
+    whole = results["whole"]
+    assert whole.window_source == ("pool" if window else "replay")
+    for cut in results.values():
+        assert cut.hit_tokens == HIT
+        assert entries_equal(cut, whole)
+        assert difference(cut, whole) < LOGITS_EQUAL
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_no_cold_result_depends_on_where_prefill_is_cut(cuts: Sequence[int]) -> None:
+    cut = ReferenceEngine(CONFIG).prefill(TOKENS[: HIT + 200], chunks=cuts)
+
+    assert entries_equal(cut, cold(HIT + 200))
+    assert difference(cut, cold(HIT + 200)) < LOGITS_EQUAL
 
 
 def test_an_exact_repeat_finds_the_window_that_ends_where_it_hits(tmp_path: Path) -> None:
@@ -192,7 +269,7 @@ def test_the_next_turn_continues_from_the_end_of_output_as_a_cold_run_would(
     rows = 2 * SMALL.sliding_window - 2
     tokens = TOKENS[:50]
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
         turn = engine.generate(tokens, 60)
         cache.flush()
         conversation = np.concatenate([tokens, np.array(turn.new_tokens, np.uint32), TOKENS[50:60]])
@@ -213,7 +290,7 @@ def test_generation_is_greedy_and_the_same_warm_and_cold(tmp_path: Path) -> None
     assert len(expected.new_tokens) == 12
     assert len(set(expected.new_tokens)) > 3
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
         first = engine.generate(tokens, 12)
         cache.flush()
         again = engine.generate(tokens, 12)
@@ -227,7 +304,7 @@ def test_the_hook_rebuilds_many_windows_in_one_pass_as_it_would_each_alone(
 ) -> None:
     prompts = [prompt_tokens(length, seed=length) for length in (33, 70, 100)]
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache)
         cold_engine = ReferenceEngine(SMALL)
         for prompt in prompts:
             cache.store(prompt, cold_engine.prefill(prompt).entries)
@@ -254,8 +331,11 @@ def test_the_hook_rebuilds_many_windows_in_one_pass_as_it_would_each_alone(
     assert [(s.start, s.stop) for s in together] == [(16, 32), (48, 64), (80, 96)]
     for one, other in zip(together, alone, strict=True):
         assert one.source == "replay"
-        values = [torch.from_numpy(s.rows["window"]).view(torch.float64) for s in (one, other)]
-        assert torch.allclose(*values, atol=LOGITS_EQUAL, rtol=0)
+        rows, expected = (
+            torch.from_numpy(snapshot.rows["window"]).view(torch.float64)
+            for snapshot in (one, other)
+        )
+        assert torch.allclose(rows, expected, atol=LOGITS_EQUAL, rtol=0)
 
 
 def test_replay_without_the_hits_global_entries_is_refused() -> None:
@@ -274,7 +354,7 @@ def test_replay_without_the_hits_global_entries_is_refused() -> None:
 def test_binary32_reuses_a_prefix_as_well(tmp_path: Path) -> None:
     tokens = TOKENS[:90]
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK, dtype=torch.float32) as cache:
-        engine = ReferenceEngine(SMALL, cache, dtype=torch.float32, block_tokens=SMALL_BLOCK)
+        engine = ReferenceEngine(SMALL, cache, dtype=torch.float32)
         first = engine.prefill(tokens)
         cache.flush()
         again = engine.prefill(tokens)
