@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 import kvstore
+from kvstore.cache import Scope
 from kvstore.codec import codec_for
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
@@ -46,6 +47,35 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
     config["_name_or_path"] = Path(str(model.config.name_or_path or "")).name
     chosen = dtype if dtype is not None else str(model.dtype).removeprefix("torch.")
     return kvstore.layout(config, dtype=chosen)
+
+
+class CausalModel:
+    """Calls a causal language model one stretch of tokens at a time.
+
+    Raises:
+        ConfigError: if its forward takes no cache under either of the names that transformers uses.
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        self._model = model
+        self._cache_argument = _cache_argument(parameters)
+        # Logits of one row instead of all: with a large vocabulary they outweigh the KV cache.
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def forward(self, tokens: Tokens, past: DynamicCache | None = None) -> NDArray[np.float32]:
+        """Run ``tokens`` after those in ``past``, which grows by them.
+
+        Shapes:
+            returns the last token's logits, float32 ``[vocab]``.
+        """
+        ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
+        cache = DynamicCache() if past is None else past
+        arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
+        with torch.no_grad():
+            logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -1]
+        row: NDArray[np.float32] = logits.float().cpu().numpy()
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +121,20 @@ class TransformersAdapter:
     def __init__(
         self,
         model: Any,
-        cache: kvstore.PrefixCache,
+        cache: Scope,
         *,
+        store_wait: float = 0.0,
         on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
+        """Bind a model to a cache. ``store_wait`` is the most seconds to wait for room in its queue."""
         self._model = model
+        self._causal = CausalModel(model)
         self._cache = cache
+        self._store_wait = store_wait
         self._on_stage = on_stage
         self._layout = cache.layout
         self._dtype: torch.dtype = model.dtype
         _check_layout(self._layout, model_layout(model))
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = _cache_argument(parameters)
-        # Logits of one row instead of all: with a large vocabulary they outweigh the KV cache.
-        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     # ---- tensors and entries -------------------------------------------------------------------
 
@@ -188,19 +218,6 @@ class TransformersAdapter:
 
     # ---- running -------------------------------------------------------------------------------
 
-    def forward(self, tokens: Tokens, past: DynamicCache) -> NDArray[np.float32]:
-        """Run ``tokens`` after those in ``past``, which grows by them.
-
-        Shapes:
-            returns the last token's logits, float32 ``[vocab]``.
-        """
-        ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
-        arguments = {self._cache_argument: past, "use_cache": True, **self._only_last}
-        with torch.no_grad():
-            logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -1]
-        row: NDArray[np.float32] = logits.float().cpu().numpy()
-        return row
-
     def prefill(self, tokens: Tokens, *, reuse: bool = True) -> Prefilled:
         """Run a prompt, starting from the longest prefix that the cache holds.
 
@@ -213,8 +230,8 @@ class TransformersAdapter:
         past, hit = self._recall(ids) if reuse else (DynamicCache(), 0)
         cut = (len(ids) - 1) // self._cache.block_tokens * self._cache.block_tokens
         if hit < cut:
-            self.forward(ids[hit:cut], past)
-        logits = self.forward(ids[max(hit, cut) :], past)
+            self._causal.forward(ids[hit:cut], past)
+        logits = self._causal.forward(ids[max(hit, cut) :], past)
         self._end("forward")
         return Prefilled(past, logits, hit)
 
@@ -228,19 +245,19 @@ class TransformersAdapter:
         rows = [prefilled.logits]
         new_tokens = [int(rows[0].argmax())]
         while len(new_tokens) < count:
-            rows.append(self.forward(new_tokens[-1:], prefilled.past))
+            rows.append(self._causal.forward(new_tokens[-1:], prefilled.past))
             new_tokens.append(int(rows[-1].argmax()))
         run = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
         self.keep(run, prefilled.past, prefilled.hit_tokens)
         return Generated(tuple(new_tokens), np.stack(rows), prefilled.hit_tokens)
 
     def keep(self, tokens: Tokens, past: DynamicCache, start: int = 0) -> kvstore.Stored:
-        """Offer the cache the entries of tokens ``[start, len(tokens))``. Never waits for room."""
+        """Offer the cache the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary."""
         ids = as_tokens(tokens)
         whole = len(ids) // self._cache.block_tokens * self._cache.block_tokens
         end = max(start, whole)
         entries = self.capture(past, start, end)
-        return self._cache.store(ids[:end], entries, start=start, wait=0.0)
+        return self._cache.store(ids[:end], entries, start=start, wait=self._store_wait)
 
     def _recall(self, ids: NDArray[np.uint32]) -> tuple[DynamicCache, int]:
         with self._cache.lookup(ids) as match:
