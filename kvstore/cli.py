@@ -57,7 +57,7 @@ def demo(
     engine
         The model: SmolLM2-135M on transformers, the small V4.1-shaped reference, or both.
     text
-        A UTF-8 text file for the prompt. Default: 4,200 tokens of Python's own documentation.
+        A UTF-8 text file for the prompt. Default: 4,120 tokens of Python's own documentation.
     store
         A directory for the store, kept afterwards. Default: a temporary one.
     as_json

@@ -36,8 +36,8 @@ Logits: TypeAlias = NDArray[np.floating[Any]]
 Say: TypeAlias = Callable[[str], None]
 
 BLOCK_TOKENS = 128
-PROMPT_TOKENS = 4200
-"""Length of the default prompt: 32 blocks, and 104 tokens that are left to compute."""
+PROMPT_TOKENS = 4120
+"""Length of the default prompt: 32 blocks, and 24 tokens to compute, as of a question at the end."""
 MAX_PROMPT_TOKENS = 8192 - 128
 """The demo model has 8,192 positions; the new tokens need some."""
 NEW_TOKENS = 32

@@ -169,7 +169,8 @@ class TransformersAdapter:
         Cost: one copy into the order that attention reads.
         """
         keys, values = self._layout.group(KEYS), self._layout.group(VALUES)
-        # A generator: each layer's intermediate tensors are gone before the next one's are made.
+        # DynamicCache copies what it is given, as it does when it grows, so its tensors are contiguous
+        # like computed ones: with others attention may take another kernel, which rounds otherwise.
         return DynamicCache(
             (
                 (self._unpack(keys, key_bytes), self._unpack(values, value_bytes))
@@ -203,8 +204,7 @@ class TransformersAdapter:
             numbers = codec_for(group).decode(rows, self._dtype)
         head_dim = group.values // self._kv_heads
         heads = numbers.view(len(packed), self._kv_heads, head_dim).transpose(0, 1)
-        # Contiguous, because attention may choose another kernel, with other rounding, if not.
-        return heads[None].to(self._model.device).contiguous()
+        return heads[None].to(self._model.device)
 
     def _is_raw(self, group: LayerGroup) -> bool:
         """Say whether the group's entries are the model's own numbers, byte for byte."""
