@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreError
 from kvstore.frame import FrameFormat
-from kvstore.layout import Layout
+from kvstore.layout import LayerGroup, Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.tier.ssd import SsdOptions, open_ssd
@@ -60,12 +60,33 @@ def format_text(layout: Layout, block_tokens: int) -> str:
         for group in layout.global_groups
     ]
     text = {
-        "model": layout.model,
         "fingerprint": layout.fingerprint,
         "block_tokens": block_tokens,
         "groups": groups,
     }
     return json.dumps(text, separators=(",", ":"))
+
+
+def parse_format(text: str) -> tuple[Layout, int]:
+    """Return the layout (its GLOBAL groups) and block size that ``format_text`` wrote down.
+
+    Raises:
+        StoreError: if the text is damaged.
+    """
+    try:
+        found = json.loads(text)
+        groups = tuple(
+            LayerGroup(**{**group, "layers": tuple(group["layers"])}) for group in found["groups"]
+        )
+        layout = Layout(model="stored", groups=groups)
+        block_tokens = int(found["block_tokens"])
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"the store's VERSION file is damaged: {error!r}"
+        raise StoreError(msg) from error
+    if layout.fingerprint != found["fingerprint"]:
+        msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"
+        raise StoreError(msg)
+    return layout, block_tokens
 
 
 @dataclass(slots=True)
@@ -159,6 +180,8 @@ class PrefixCache(Scope):
 
         def make_shared() -> SharedTiers:
             ssd, set_aside = open_ssd(directory, options)
+            if ssd.is_owner and ssd.fact("layout") is None:
+                ssd.set_fact("layout", model_layout.model.encode())
             window = WindowPool(
                 model_layout,
                 capacity_bytes=size_bytes(window_bytes, "window_bytes"),

@@ -29,6 +29,7 @@ UNIT_ENTRIES = 64
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
 _MAGIC = b"KVSB"
+_HAS_IMAGES = 1
 HEADER_BYTES = _HEADER.size
 CHECKED_BYTES = HEADER_BYTES - 8
 """The header checksum covers what precedes it in the header, and all up to the payload."""
@@ -49,6 +50,8 @@ class Header:
     block_hash: BlockHash
     parent_hash: BlockHash
     sequence: int
+    has_images: bool = False
+    """An image touches the block, so its hash does not follow from its token ids alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,13 @@ class _Plane:
     def in_entries(self, entries: NDArray[np.uint8], first: int) -> NDArray[np.void]:
         box = entries[self.layers, first : first + self.entries, self.columns]
         return box.view(self.item).reshape(self.shape)  # splits one axis, so this is a view
+
+
+def head_sum(frame: bytes | bytearray | memoryview) -> int:
+    """Return the head checksum that a frame carries."""
+    (found,) = struct.unpack_from("<Q", frame, CHECKED_BYTES)
+    assert isinstance(found, int)
+    return found
 
 
 class FrameFormat:
@@ -191,12 +201,30 @@ class FrameFormat:
         sums = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in self.part_bounds]
         self._sums.pack_into(frame, self._sums_offset, *sums)
         fields = (
-            *(_MAGIC, FORMAT_VERSION, 0, header.block_tokens, header.number, header.namespace_id),
+            *(
+                _MAGIC,
+                FORMAT_VERSION,
+                _HAS_IMAGES * header.has_images,
+                header.block_tokens,
+                header.number,
+                header.namespace_id,
+            ),
             *(self.part_count, header.payload_bytes, header.block_hash, header.parent_hash),
             header.sequence,
         )
         _HEADER.pack_into(frame, 0, *fields, 0)
         struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(view))
+
+    def forge(self, frame: bytes, other: bytes) -> bytearray:
+        """Return ``frame`` with the payload of ``other`` and every checksum made right.
+
+        This is what no checksum can see: the negative control of tests and demonstrations.
+        """
+        header = self.header(memoryview(frame))
+        assert header is not None
+        forged = bytearray(frame[: self.payload_offset] + other[self.payload_offset :])
+        self.seal(forged, header)
+        return forged
 
     def _head_sum(self, frame: memoryview) -> int:
         head = xxhash.xxh3_64(frame[:CHECKED_BYTES])
@@ -221,15 +249,8 @@ class FrameFormat:
             seq,
             found,
         ) = _HEADER.unpack_from(frame)
-        expected = (
-            _MAGIC,
-            FORMAT_VERSION,
-            0,
-            self.block_tokens,
-            self.part_count,
-            self.payload_bytes,
-        )
-        if (magic, version, flags, block_tokens, parts, size) != expected:
+        expected = (_MAGIC, FORMAT_VERSION, self.block_tokens, self.part_count, self.payload_bytes)
+        if (magic, version, block_tokens, parts, size) != expected or flags & ~_HAS_IMAGES:
             return None
         if found != self._head_sum(frame):
             return None
@@ -241,6 +262,7 @@ class FrameFormat:
             block_hash=block,
             parent_hash=parent,
             sequence=seq,
+            has_images=bool(flags & _HAS_IMAGES),
         )
 
     def tokens(self, frame: memoryview) -> NDArray[np.uint32]:

@@ -40,6 +40,12 @@ class ImageSpan:
 
     def __post_init__(self) -> None:
         """Reject an empty or negative span and an empty digest."""
+        for name in ("start", "stop"):
+            place: object = getattr(self, name)
+            if isinstance(place, bool) or not isinstance(place, (int, np.integer)):
+                msg = f"an image span needs integers, found {name} {place!r}"
+                raise ValueError(msg)
+            object.__setattr__(self, name, int(place))  # a narrow NumPy integer would overflow
         if not 0 <= self.start < self.stop:
             msg = f"an image span needs 0 <= start < stop, found [{self.start}, {self.stop})"
             raise ValueError(msg)

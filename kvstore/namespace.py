@@ -44,8 +44,10 @@ class Namespace:
                 raise ConfigError(msg)
         generation: object = self.generation
         is_number = isinstance(generation, int) and not isinstance(generation, bool)
-        if not is_number or self.generation < 0:
-            msg = f"namespace generation must be an integer >= 0, found {self.generation!r}"
+        if not is_number or not 0 <= self.generation < 2**64:
+            msg = (
+                f"namespace generation must be an integer in [0, 2**64), found {self.generation!r}"
+            )
             raise ConfigError(msg)
 
 

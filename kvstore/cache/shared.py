@@ -23,7 +23,7 @@ from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.match import Entries, Hold, Match, Pages, Prefix, Stored
 from kvstore.errors import StoreBusy, StoreError
-from kvstore.frame import FrameFormat, Header
+from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.metrics import Metrics
 from kvstore.policy.lru import Lru
@@ -473,6 +473,11 @@ class SharedTiers:
             block_hash=prefix.hashes[number],
             parent_hash=prefix.parent_hash(number),
             sequence=ticket.tick,
+            has_images=any(
+                image.start < (number + 1) * self.block_tokens
+                and image.stop > number * self.block_tokens
+                for image in prefix.images
+            ),
         )
         frame = self.format.encode(header, prefix.block_ids(number), entries, block)
         parent = BlockKey(prefix.parent_hash(number)[:KEY_BYTES])
@@ -619,6 +624,7 @@ class SharedTiers:
             expires=ticket.wall_expires,
             frame_bytes=len(block.frame),
             is_pinned=ticket.is_pinned,
+            head_sum=head_sum(block.frame),
         )
         return Put(block.key, record, block.frame)
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
 
-    Array: TypeAlias = NDArray[np.generic] | torch.Tensor
+    # Any: what an array may hold is checked when it is used, and differs from call to call.
+    Array: TypeAlias = NDArray[Any] | torch.Tensor
     DType: TypeAlias = str | type[np.generic] | np.dtype[np.generic] | torch.dtype
-    ArrayT = TypeVar("ArrayT", NDArray[np.generic], torch.Tensor)
+    ArrayT = TypeVar("ArrayT", NDArray[Any], torch.Tensor)
 
 STORAGE: Mapping[str, type[np.generic]] = {
     "float32": np.float32,
@@ -53,6 +54,24 @@ def is_remote(array: object) -> TypeIs[torch.Tensor]:
     return is_tensor(array) and array.device.type != "cpu"
 
 
+def same_kind(array: Array, role: str, like: ArrayT) -> ArrayT:
+    """Return ``array``, which must be of the same kind as ``like``: NumPy array or torch tensor.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    found, expected = _kind(array), _kind(like)
+    if found != expected:
+        raise ValueError(f"{role} must be {expected} like the input, found {found}")
+    return cast("ArrayT", array)
+
+
+def _kind(array: object) -> str:
+    if is_tensor(array):
+        return "a torch tensor"
+    return "a NumPy array" if isinstance(array, np.ndarray) else type(array).__name__
+
+
 def dtype_name(dtype: DType) -> str:
     """Return the name of a dtype given as a name, a NumPy dtype or type, or a torch dtype.
 
@@ -81,8 +100,7 @@ def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
         name = array.dtype.name if array.dtype.isnative else f"{array.dtype.name}, byte-swapped"
         data = array.view(STORAGE[name]) if name in dtypes else None
     else:
-        kind = type(array).__name__
-        raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {kind}")
+        raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {_kind(array)}")
     if data is None:
         raise ValueError(f"{role} must have dtype {' or '.join(dtypes)}, found {name}")
     if data.ndim == 0:
@@ -106,8 +124,7 @@ def check_length(array: object, role: str, length: int) -> None:
         ValueError: if it does not, or if ``array`` is neither kind of array.
     """
     if not (is_tensor(array) or isinstance(array, np.ndarray)):
-        kind = type(array).__name__
-        raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {kind}")
+        raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {_kind(array)}")
     if array.ndim == 0 or array.shape[-1] != length:
         raise ValueError(
             f"{role} must have {length} numbers along the last axis, "
@@ -135,7 +152,7 @@ def row_contiguous(view: NDArray[np.generic]) -> NDArray[np.generic]:
 
 def has_contiguous_rows(view: NDArray[np.generic]) -> bool:
     """Tell whether the numbers along the last axis are neighbours in memory."""
-    return view.shape[-1] <= 1 or view.strides[-1] == view.itemsize
+    return view.size == 0 or view.shape[-1] == 1 or view.strides[-1] == view.itemsize
 
 
 def empty_like(array: ArrayT, shape: tuple[int, ...], dtype: str) -> ArrayT:
@@ -182,15 +199,17 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
             f"{role} must be contiguous along its last axis, "
             f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
         )
-    extent = view.itemsize
+    if view.size == 0:
+        return
     axes = zip(view.strides, view.shape, strict=True)
-    for stride, length in sorted((abs(stride), length) for stride, length in axes):
-        if length > 1 and stride < extent:
+    extent = view.itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in axes if length > 1):
+        if stride < extent:
             raise ValueError(
                 f"{role} overlaps itself: strides {list(view.strides)} "
                 f"are too short for shape {list(view.shape)}"
             )
-        extent += stride * max(length - 1, 0)
+        extent += stride * (length - 1)
 
 
 def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:

@@ -28,6 +28,7 @@ from kvstore.codec.arrays import (
     is_tensor,
     row_contiguous,
     row_runs,
+    same_kind,
     widen_bfloat16,
 )
 from kvstore.codec.protocol import Codec
@@ -36,7 +37,7 @@ from kvstore.layout import FORMATS, SCALE_RULES, LayerGroup
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.codec.arrays import ArrayT, DType
+    from kvstore.codec.arrays import Array, ArrayT, DType
 
 BYTES = ("uint8",)
 PLANES = ("nibbles", "scales")
@@ -69,14 +70,16 @@ class Fp4Codec(Codec):
         return self.group.entry_bytes
 
     @override
-    def encode(self, values: ArrayT, out: ArrayT | None = None) -> ArrayT:
+    def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
         check_length(values, "values", self.values)
         if out is None:
-            out = empty_like(values, (*values.shape[:-1], self.entry_bytes), "uint8")
-        check_length(out, "out", self.entry_bytes)
-        planes = self._planes(out)
+            entries = empty_like(values, (*values.shape[:-1], self.entry_bytes), "uint8")
+        else:
+            entries = same_kind(out, "out", values)
+        check_length(entries, "out", self.entry_bytes)
+        planes = self._planes(entries)
         pack(values, self.group.entry_format, scale_rule=self.group.scale_rule, out=planes)
-        return out
+        return entries
 
     @override
     def decode(self, entries: ArrayT, dtype: DType = "bfloat16") -> ArrayT:
@@ -129,7 +132,7 @@ def pack(
     entry_format: str,
     *,
     scale_rule: str | None = None,
-    out: tuple[ArrayT, ArrayT] | None = None,
+    out: tuple[Array, Array] | None = None,
     global_scale: float = 1.0,
     stats: PackStats | None = None,
 ) -> tuple[ArrayT, ArrayT]:
@@ -156,19 +159,23 @@ def pack(
     _check_global_scale(global_scale, entry_format, rule)
     if out is not None and len(out) != 2:
         raise ValueError(f"out must be the pair (nibbles, scales), found {len(out)} items")
+    planes = out and (
+        same_kind(out[0], "out nibbles", values),
+        same_kind(out[1], "out scales", values),
+    )
     if is_remote(values):
         # Packing belongs to the write path, which ends in host memory anyway.
         packed = pack(
             values.cpu(), entry_format, scale_rule=rule, global_scale=global_scale, stats=stats
         )
-        return _to_device(packed, values.device, out)
+        return _to_device(packed, values.device, planes)
     source = host_view(values, "values", FLOATS)
     shapes = _planes(source.data.shape[:-1], source.data.shape[-1], entry_format)
-    if out is None:
-        out = (empty_like(values, shapes[0], "uint8"), empty_like(values, shapes[1], "uint8"))
+    if planes is None:
+        planes = (empty_like(values, shapes[0], "uint8"), empty_like(values, shapes[1], "uint8"))
     targets = [
-        _target(target, f"out {name}", shape, values, "uint8")
-        for target, name, shape in zip(out, PLANES, shapes, strict=True)
+        _target(plane, f"out {name}", shape, "uint8")
+        for plane, name, shape in zip(planes, PLANES, shapes, strict=True)
     ]
     data = row_contiguous(source.data)
     check_apart({"out nibbles": targets[0], "out scales": targets[1], "values": data})
@@ -186,16 +193,16 @@ def pack(
         if stats is not None:
             stats.nan_blocks += nan_blocks
             stats.inf_values += inf_values
-    return out
+    return planes
 
 
 def unpack(
     nibbles: ArrayT,
-    scales: ArrayT,
+    scales: Array,
     entry_format: str,
     *,
     dtype: DType = "bfloat16",
-    out: ArrayT | None = None,
+    out: Array | None = None,
     global_scale: float = 1.0,
 ) -> ArrayT:
     """Unpack FP4 to float32, float16 or bfloat16: the exact product, rounded once.
@@ -217,19 +224,18 @@ def unpack(
     target_dtype = dtype_name(dtype)
     if target_dtype not in FLOATS:
         raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {target_dtype}")
-    if is_tensor(nibbles) != is_tensor(scales):
-        msg = "nibbles and scales must both be NumPy arrays or both torch tensors"
-        raise ValueError(msg)
+    scales = same_kind(scales, "scales", nibbles)
+    values = None if out is None else same_kind(out, "out", nibbles)
     if is_remote(nibbles) or is_remote(scales):
-        return _unpack_remote((nibbles, scales), entry_format, target_dtype, out, global_scale)
+        return _unpack_remote((nibbles, scales), entry_format, target_dtype, values, global_scale)
     sources = [
         row_contiguous(host_view(nibbles, "nibbles", BYTES).data),
         row_contiguous(host_view(scales, "scales", BYTES).data),
     ]
     shape = unpacked_shape(sources[0].shape, sources[1].shape, entry_format)
-    if out is None:
-        out = empty_like(nibbles, shape, target_dtype)
-    target = _target(out, "out", shape, nibbles, target_dtype)
+    if values is None:
+        values = empty_like(nibbles, shape, target_dtype)
+    target = _target(values, "out", shape, target_dtype)
     check_apart({"out": target, "nibbles": sources[0]})
     check_apart({"out": target, "scales": sources[1]})
     for run in row_runs(*sources, target):
@@ -242,7 +248,7 @@ def unpack(
             entry_format=native.FORMATS[entry_format],
             global_scale=global_scale,
         )
-    return out
+    return values
 
 
 def unpacked_shape(
@@ -287,13 +293,8 @@ def relative_error(
     return math.sqrt(error / power) if power else 0.0
 
 
-def _target(
-    out: ArrayT, role: str, shape: tuple[int, ...], like: ArrayT, dtype: str
-) -> NDArray[np.generic]:
-    """Memory of a checked output, which must be of the same kind as the input ``like``."""
-    if is_tensor(out) != is_tensor(like):
-        kinds = ["a torch tensor" if is_tensor(item) else "a NumPy array" for item in (like, out)]
-        raise ValueError(f"{role} must be {kinds[0]} like the input, found {kinds[1]}")
+def _target(out: Array, role: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
+    """Memory of a checked output. NumPy's uint16 may stand for bfloat16."""
     if is_remote(out):
         raise ValueError(f"{role} must be on the input's device, cpu, found {out.device}")
     bits = dtype == "bfloat16" and isinstance(out, np.ndarray) and out.dtype == np.uint16

@@ -100,7 +100,7 @@ def pack(
         values ``[..., n]``; nibbles ``[..., n / 2]``; scales ``[..., n / block]``.
     """
     block = BLOCK[entry_format]
-    blocks = values.astype(np.float32).reshape(*values.shape[:-1], -1, block)
+    blocks = values.astype(np.float32).reshape(*values.shape[:-1], values.shape[-1] // block, block)
     is_nan: NDArray[np.bool_] = np.any(np.isnan(blocks), axis=-1)
     magnitudes = np.abs(np.where(is_nan[..., None], np.float32(0), blocks))
     amax = magnitudes.max(axis=-1, initial=0)
@@ -155,7 +155,7 @@ def unpack(
     elements = np.concatenate([E2M1, -E2M1])[codes]
     blocks = elements.reshape(*scales.shape, BLOCK[entry_format])
     factors = scale_value(scales, entry_format) * np.float64(np.float32(global_scale))
-    return (blocks * factors[..., None]).reshape(*nibbles.shape[:-1], -1)
+    return (blocks * factors[..., None]).reshape(*nibbles.shape[:-1], 2 * nibbles.shape[-1])
 
 
 def narrow(values: NDArray[np.float64], dtype: str) -> NDArray[np.uint32] | NDArray[np.uint16]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvstore.codec.arrays import ArrayT, DType
+    from kvstore.codec.arrays import Array, ArrayT, DType
 
 
 class Codec(Protocol):
@@ -29,7 +29,7 @@ class Codec(Protocol):
         """Bytes of one entry."""
         ...
 
-    def encode(self, values: ArrayT, out: ArrayT | None = None) -> ArrayT:
+    def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
         """Return entries as bytes, or write them to ``out`` and return it.
 
         Without ``out`` the result of a raw codec shares memory with ``values`` where it can.

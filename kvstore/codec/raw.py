@@ -22,6 +22,7 @@ from kvstore.codec.arrays import (
     narrow_bfloat16,
     numpy_dtype,
     row_contiguous,
+    same_kind,
     widen_bfloat16,
 )
 from kvstore.codec.protocol import Codec
@@ -56,19 +57,19 @@ class RawCodec(Codec):
         return DTYPES[self.group.entry_format]
 
     @override
-    def encode(self, values: ArrayT, out: ArrayT | None = None) -> ArrayT:
+    def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
         _check(values, "values", self.dtype, self.values)
         entries = _reinterpret(values, "uint8")
         if out is None:
             return entries
-        _check(out, "out", "uint8", self.entry_bytes)
-        if is_tensor(out) != is_tensor(entries) or out.shape != entries.shape:
+        target = same_kind(out, "out", entries)
+        _check(target, "out", "uint8", self.entry_bytes)
+        if target.shape != entries.shape:
             raise ValueError(
-                f"out must be of the same kind as the values and have shape "
-                f"{list(entries.shape)}, found {type(out).__name__} {list(out.shape)}"
+                f"out must have shape {list(entries.shape)}, found {list(target.shape)}"
             )
-        out[...] = entries
-        return out
+        target[...] = entries
+        return target
 
     @override
     def decode(self, entries: ArrayT, dtype: DType = "bfloat16") -> ArrayT:

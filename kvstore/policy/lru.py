@@ -1,7 +1,7 @@
 """Leaf-first LRU: the least recently used evictable segment goes, from its tail.
 
-A heap orders segments by last use, deeper first among equals. Entries are never updated in place:
-a use pushes a new one, and stale ones are dropped when they surface, so every event costs
+A heap orders segments by last use, the deeper tail first among equals. Entries are never updated in
+place: a use pushes a new one, and stale ones are dropped when they surface, so every event costs
 O(log n). The heap is rebuilt when stale entries outnumber live ones.
 """
 
@@ -25,7 +25,7 @@ class Lru(Policy[S], Generic[S]):
         self._live = 0
 
     def _push(self, segment: S) -> None:
-        heapq.heappush(self._heap, (segment.last_use, -segment.start, next(self._order), segment))
+        heapq.heappush(self._heap, (segment.last_use, -segment.stop, next(self._order), segment))
         if len(self._heap) > 64 + 4 * self._live:
             fresh = {id(entry[3]): entry for entry in self._heap if self._is_current(entry)}
             self._heap = list(fresh.values())
@@ -33,8 +33,9 @@ class Lru(Policy[S], Generic[S]):
 
     @staticmethod
     def _is_current(entry: tuple[int, int, int, S]) -> bool:
-        last_use, _, _, segment = entry
-        return segment.is_live and segment.is_evictable and segment.last_use == last_use
+        last_use, depth, _, segment = entry
+        is_same = segment.last_use == last_use and segment.stop == -depth
+        return is_same and segment.is_live and segment.is_evictable
 
     @override
     def insert(self, segment: S) -> None:

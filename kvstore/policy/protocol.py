@@ -12,6 +12,11 @@ class Evictable(Protocol):
     start: int
 
     @property
+    def stop(self) -> int:
+        """Number of the block after its last one: how deep its tail lies."""
+        ...
+
+    @property
     def is_evictable(self) -> bool:
         """Say whether its last block is a leaf that nobody protects."""
         ...

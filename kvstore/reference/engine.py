@@ -9,6 +9,7 @@ It uses ``PrefixCache`` through its public contract only, so it shows what any e
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,10 @@ class ReferenceEngine:
         self.dtype = dtype
         self.layout = config.layout(dtype)
         self.model = ReferenceModel(config, seed=seed, dtype=dtype)
+        # Config, seed and number format decide every weight, so they stand for the weights.
+        digest = hashlib.sha256(f"{config} {seed} {dtype}".encode()).hexdigest()
+        self.namespace = kvstore.Namespace(model="reference", weights=digest)
+        """What to open a cache with, so that engines of other weights never share a block."""
         self._window_rows = window_rows or config.sliding_window
         self._replay = replay
         self._restore = restore

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
@@ -111,17 +112,15 @@ class GlobalEntries:
         paged = self._pages(name, layer, None)[: self.bytes_from // group.tokens_per_entry]
         return torch.cat((paged.to(self._dtype), values[len(paged) :]))[:count]
 
-    def export(
-        self, start: int, stop: int
-    ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+    def export(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
         """Return a copy of the entries of tokens ``[start, stop)``, for ``PrefixCache.store``.
 
         Shapes:
             returns, by group, uint8 ``[layers, n, entry_bytes]``.
         """
         assert start >= self.bytes_from
-        return {
-            name: stored[:, start // g.tokens_per_entry : stop // g.tokens_per_entry].copy()
-            for name, stored in self._bytes.items()
-            for g in (self._groups[name],)
-        }
+        copies = {}
+        for name, group in self._groups.items():
+            ratio = group.tokens_per_entry
+            copies[name] = self._bytes[name][:, start // ratio : stop // ratio].copy()
+        return copies

@@ -9,7 +9,7 @@ The model computes. Which rows to run, and where they come from, is the engine's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,15 @@ class Chunk:
     def positions(self) -> Tensor:
         """Positions of its rows, int64 ``[rows]``."""
         return torch.arange(self.start, self.stop)
+
+
+def _rows_of(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
+    """Yield each chunk with the place of its rows among the rows of all."""
+    first = 0
+    for chunk in chunks:
+        last = first + chunk.stop - chunk.start
+        yield chunk, slice(first, last)
+        first = last
 
 
 class ReferenceModel:
@@ -101,27 +110,36 @@ class ReferenceModel:
         window = self._norm(inputs @ weights.window, weights.window_norm)
         window = self._rotate(window, positions, spec.ratio)
         outputs = []
-        offset = 0
-        for number, chunk in enumerate(chunks):
-            own = slice(offset, offset := offset + chunk.stop - chunk.start)
+        for number, (chunk, own) in enumerate(_rows_of(chunks)):
             chunk.state.write_window(spec.layer, chunk.start, window[own])
-            keys, readable = chunk.state.read_window(spec.layer, chunk.positions)
-            if spec.owner is not None and spec.index_source is not None:
-                if spec.index_source == spec.layer:
-                    chosen[spec.layer, number] = self._choose(spec, inputs[own], latent[own], chunk)
+            if spec.index_source == spec.layer:
+                chosen[spec.layer, number] = self._choose(spec, inputs[own], latent[own], chunk)
+            picks = None
+            if spec.index_source is not None:
                 picks = chosen[spec.index_source, number]
-                group = f"main_r{spec.ratio}"
-                keys = torch.cat(
-                    (chunk.state.entries.gather(group, spec.owner, picks), keys), dim=1
-                )
-                readable = torch.cat((picks >= 0, readable), dim=1)
-            outputs.append(ops.attend(queries[own], keys, readable))
+            outputs.append(self._attend(spec, queries[own], picks, chunk))
         # Entries are values as well as keys, so the sum carries their absolute rotation. Turning it
         # back by the query's position leaves relative positions only.
         attended = self._rotate(torch.cat(outputs), positions, spec.ratio, back=True)
         rows = rows + attended.flatten(1) @ weights.output
         ffn_inputs = self._norm(rows, weights.ffn_norm)
         return rows + ops.swiglu(ffn_inputs, weights.gate, weights.up, weights.down)
+
+    def _attend(
+        self, spec: LayerSpec, queries: Tensor, picks: Tensor | None, chunk: Chunk
+    ) -> Tensor:
+        """Attend to the chosen global entries of the owner and to the layer's own window, at once.
+
+        Shapes:
+            queries ``[rows, heads, head_dim]``, picks int64 ``[rows, index_topk]``; returns
+            ``[rows, heads, head_dim]``.
+        """
+        keys, readable = chunk.state.read_window(spec.layer, chunk.positions)
+        if spec.owner is not None and picks is not None:
+            chosen = chunk.state.entries.gather(f"main_r{spec.ratio}", spec.owner, picks)
+            keys = torch.cat((chosen, keys), dim=1)
+            readable = torch.cat((picks >= 0, readable), dim=1)
+        return ops.attend(queries, keys, readable)
 
     def _choose(self, spec: LayerSpec, inputs: Tensor, latent: Tensor, chunk: Chunk) -> Tensor:
         """Choose the global entries that each query of an index source reads.
@@ -158,9 +176,7 @@ class ReferenceModel:
         inputs = self._norm(rows, layer.norm)
         values = inputs @ weights.values
         scores = values if weights.gate is None else inputs @ weights.gate
-        offset = 0
-        for chunk in chunks:
-            own = slice(offset, offset := offset + chunk.stop - chunk.start)
+        for chunk, own in _rows_of(chunks):
             first, groups = chunk.state.push_group(
                 spec.layer, spec.ratio, chunk.start, PendingGroup(values[own], scores[own])
             )

@@ -132,6 +132,22 @@ def try_lock(path: Path) -> int | None:
     return fd
 
 
+def owner_pid(path: Path) -> int | None:
+    """Return the process that owns the store now, None if nobody does."""
+    try:
+        fd = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(fd)
+    return None
+
+
 def busy(path: Path) -> StoreBusy:
     """Return the error that names the owner."""
     try:

@@ -600,6 +600,8 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
             env.close()
             return None, "its database and its VERSION file name different layouts"
         tier.set_fact("clean", b"0")
+        if tier.fact("capacity") != str(options.capacity_bytes).encode():
+            tier.set_fact("capacity", str(options.capacity_bytes).encode())
         if options.preallocate:
             _preallocate(path, options.capacity_bytes)
     except lmdb.Error as error:
@@ -613,7 +615,8 @@ def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Env
     """Open LMDB as spec/lmdb, section 2 says: never nosync, never writemap, engine 0.9."""
     return lmdb.open(
         str(path),
-        map_size=options.capacity_bytes // PAGE_BYTES * PAGE_BYTES,
+        # A reader takes the size that the owner wrote into the file, so the two never differ.
+        map_size=options.capacity_bytes // PAGE_BYTES * PAGE_BYTES if is_owner else 0,
         subdir=True,
         readonly=not is_owner,
         create=is_owner,

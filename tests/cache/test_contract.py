@@ -680,11 +680,11 @@ def test_worth_loading_weighs_measured_speeds(tmp_path: Path) -> None:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
         match = cache.lookup(tokens)
-        assert match.worth_loading  # nothing measured yet
-        cache.observe_prefill(1000, 1e-9)
-        assert not match.worth_loading
-        cache.observe_prefill(1000, 1e9)
-        assert match.worth_loading
+        verdicts = [match.worth_loading]  # nothing measured yet
+        for seconds in (1e-9, 1e9):
+            cache.observe_prefill(1000, seconds)
+            verdicts.append(match.worth_loading)
+        assert verdicts == [True, False, True]
         assert not cache.lookup(tokens_of(BLOCK, 3)).worth_loading
         with pytest.raises(ValueError, match="positive tokens and seconds"):
             cache.observe_prefill(0, 1)

@@ -8,8 +8,9 @@ global entries of the suffix are byte-equal to a cold run's; logits are equal ex
 from __future__ import annotations
 
 import functools
+import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,9 @@ from tests.reference.support import (
     open_cache,
     prompt_tokens,
 )
+
+LOG = logging.getLogger(__name__)
+"""How far results differ where they may; shown with ``-o log_cli=1 --log-level=INFO``."""
 
 CONFIG = ReferenceConfig.tiny()
 W = CONFIG.sliding_window
@@ -85,7 +89,6 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
     suffix: int,
     window_rows: int,
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
 ) -> None:
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG, window_rows=window_rows) as cache:
@@ -95,7 +98,7 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (HIT, "pool", 0)
     assert warm.encoder_rows == max(suffix, W)
     assert entries_equal(warm, expected)
-    record_property("logits_difference", difference(warm, expected))
+    LOG.info("suffix %d: logits differ by %.1e", suffix, difference(warm, expected))
     if suffix >= 2 * W - 1 - window_rows:
         assert difference(warm, expected) < LOGITS_EQUAL
     else:
@@ -104,7 +107,7 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_after_replay_restored_entries_stay_and_everything_else_differs(
-    suffix: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    suffix: int, tmp_path: Path
 ) -> None:
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG) as cache:
@@ -115,7 +118,7 @@ def test_after_replay_restored_entries_stay_and_everything_else_differs(
     assert warm.encoder_rows == W + suffix
     assert entries_equal(warm, expected, stop=HIT)
     assert not entries_equal(warm, expected)
-    record_property("logits_difference", difference(warm, expected))
+    LOG.info("suffix %d: logits differ by %.1e", suffix, difference(warm, expected))
     assert difference(warm, expected) > LOGITS_EQUAL
 
 
@@ -349,6 +352,18 @@ def test_replay_without_the_hits_global_entries_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="load the match before its window"):
         ReferenceEngine(SMALL).replay_hook([request])
+
+
+def test_engines_with_other_weights_do_not_share_a_namespace() -> None:
+    engines = [
+        ReferenceEngine(SMALL),
+        ReferenceEngine(SMALL, seed=1),
+        ReferenceEngine(SMALL, dtype=torch.float32),
+        ReferenceEngine(CONFIG),
+    ]
+
+    assert len({engine.namespace for engine in engines}) == 4
+    assert ReferenceEngine(SMALL).namespace == engines[0].namespace
 
 
 def test_binary32_reuses_a_prefix_as_well(tmp_path: Path) -> None:

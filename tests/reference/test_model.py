@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine, Result
@@ -26,13 +28,18 @@ def packed(result: Result, group: str, row: int) -> list[bytes]:
     return [entry.tobytes() for entry in result.entries[group][row]]
 
 
+@functools.cache
+def cold_oracle() -> tuple[Oracle, NDArray[np.float64]]:
+    """The whole prompt, token by token, and its logits."""
+    oracle = Oracle(SMALL, ReferenceEngine(SMALL).model.weights)
+    return oracle, oracle.logits([int(token) for token in prompt_tokens(PROMPT)])
+
+
 def test_cold_prefill_equals_the_model_written_token_by_token() -> None:
     tokens = prompt_tokens(PROMPT)
-    engine = ReferenceEngine(SMALL)
-    oracle = Oracle(SMALL, engine.model.weights)
+    oracle, expected = cold_oracle()
 
-    expected = oracle.logits([int(token) for token in tokens])
-    result = engine.prefill(tokens)
+    result = ReferenceEngine(SMALL).prefill(tokens)
 
     assert np.abs(result.logits.numpy() - expected).max() < LOGITS_EQUAL
     for ratio, owners in ((2, (2, 4)), (1, (6,))):
@@ -47,8 +54,7 @@ def test_bounded_replay_equals_its_definition(hit: int) -> None:
     tokens = prompt_tokens(PROMPT)
     ids = [int(token) for token in tokens]
     engine = ReferenceEngine(SMALL)
-    cold = Oracle(SMALL, engine.model.weights)
-    cold.logits(ids)
+    cold, _ = cold_oracle()
     start = hit - min(8, hit)
     warm = Oracle(
         SMALL,

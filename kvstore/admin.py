@@ -1,0 +1,232 @@
+"""Looking into a store from outside: what is in it, one block, and whether every block is good.
+
+It opens a store as a reader, whatever its layout, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.assembly import parse_format
+from kvstore.block import BlockKey, block_key
+from kvstore.frame import FrameFormat, Header, head_sum
+from kvstore.hash import block_hashes
+from kvstore.layout import Layout
+from kvstore.tier import directory
+from kvstore.tier.ssd import MEDIUM_ERRORS, Record, SsdOptions, SsdTier, minimum_capacity, open_ssd
+
+CHAIN_SHOWN = 16
+"""Ancestors that ``inspect`` lists; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A store opened to be looked at."""
+
+    ssd: SsdTier
+    layout: Layout
+    frame_format: FrameFormat
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenedStore]:
+    """Open the store at ``path`` as a reader.
+
+    Raises:
+        StoreError: if there is none, or it cannot be read.
+    """
+    directory.require_store(path)
+    text = directory.read_format(path)
+    layout, block_tokens = parse_format(text)
+    frame_format = FrameFormat(layout, block_tokens)
+    options = SsdOptions(
+        capacity_bytes=minimum_capacity(frame_format.frame_bytes),
+        frame_bytes=frame_format.frame_bytes,
+        format_text=text,
+        role="reader",
+    )
+    ssd, _ = open_ssd(path, options)
+    try:
+        yield OpenedStore(ssd, layout, frame_format)
+    finally:
+        ssd.close()
+
+
+def store_stats(path: Path) -> dict[str, Any]:
+    """Return sizes and counts of a store as plain JSON values."""
+    with opened(path) as store:
+        ssd, block_tokens = store.ssd, store.frame_format.block_tokens
+        namespaces = {
+            int(number): {"id": int(number), **json.loads(text), "blocks": 0, "tokens": 0}
+            for number, text in ssd.facts("namespace:").items()
+        }
+        blocks = 0
+        for _, record in ssd.records():
+            blocks += 1
+            unnamed = {"id": record.namespace_id, "model": "?", "blocks": 0, "tokens": 0}
+            space = namespaces.setdefault(record.namespace_id, unnamed)
+            space["blocks"] += 1
+            space["tokens"] += block_tokens
+        tokens, live = blocks * block_tokens, ssd.live_bytes
+        capacity = ssd.fact("capacity")
+        return {
+            "path": str(path),
+            "layout": (ssd.fact("layout") or b"").decode(),
+            "fingerprint": store.layout.fingerprint,
+            "owner_pid": directory.owner_pid(path),
+            "block_tokens": block_tokens,
+            "blocks": blocks,
+            "tokens": tokens,
+            "live_bytes": live,
+            "file_bytes": ssd.file_bytes,
+            "capacity_bytes": int(capacity) if capacity else None,
+            "bytes_per_token": float(store.layout.bytes_per_token),
+            "ssd_bytes_per_token": live / tokens if tokens else None,
+            "namespaces": [namespaces[number] for number in sorted(namespaces)],
+        }
+
+
+def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
+    """Return one block's record, header and parent chain as plain JSON values.
+
+    ``prefix`` is the start of its key in hex; it must name one block.
+
+    Raises:
+        ValueError: if it names none or several.
+    """
+    with opened(path) as store:
+        key, record = _find(store.ssd, prefix)
+        frame = store.ssd.frame(key)
+        chain: list[dict[str, Any]] = []
+        depth = 0
+        above: Record | None = record
+        while above is not None and above.number:
+            parent_key = above.parent
+            above = store.ssd.record(parent_key)
+            depth += 1
+            if len(chain) < CHAIN_SHOWN:
+                number = above.number if above is not None else None
+                chain.append({"key": parent_key.hex(), "number": number})
+        header = store.frame_format.header(memoryview(frame)) if frame is not None else None
+        space = store.ssd.fact(f"namespace:{record.namespace_id}")
+        return {
+            "key": key.hex(),
+            "number": record.number,
+            "tokens": [
+                record.number * store.frame_format.block_tokens,
+                (record.number + 1) * store.frame_format.block_tokens,
+            ],
+            "namespace": json.loads(space) if space else None,
+            "sequence": record.sequence,
+            "page": record.page,
+            "expires": record.expires or None,
+            "is_pinned": record.is_pinned,
+            "frame_bytes": record.frame_bytes,
+            "header": None
+            if header is None
+            else {
+                "block_hash": header.block_hash.hex(),
+                "parent_hash": header.parent_hash.hex(),
+                "block_tokens": header.block_tokens,
+                "payload_bytes": header.payload_bytes,
+                "has_images": header.has_images,
+                "sequence": header.sequence,
+            },
+            "fault": _fault(store, key, record, {}),
+            "parents": chain,
+            "parent_count": depth,
+            "chain_is_whole": above is not None and above.number == 0,
+        }
+
+
+def _find(ssd: SsdTier, prefix: str) -> tuple[BlockKey, Record]:
+    wanted = prefix.lower()
+    found = [(key, record) for key, record in ssd.records() if key.hex().startswith(wanted)]
+    if len(found) != 1:
+        some = ", ".join(key.hex() for key, _ in (found or list(ssd.records()))[:3])
+        says = "no block" if not found else f"{len(found)} blocks"
+        msg = f"{says} in {ssd.path} has a key that starts with {prefix!r}; there are {some or 'none'}"
+        raise ValueError(msg)
+    return found[0]
+
+
+def list_blocks(path: Path, limit: int) -> list[dict[str, Any]]:
+    """Return the most recently used blocks, newest first."""
+    with opened(path) as store:
+        newest = sorted(store.ssd.records(), key=lambda item: item[1].sequence, reverse=True)
+        return [
+            {
+                "key": key.hex(),
+                "number": record.number,
+                "namespace_id": record.namespace_id,
+                "sequence": record.sequence,
+                "parent": record.parent.hex() if record.number else None,
+            }
+            for key, record in newest[:limit]
+        ]
+
+
+def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Check every block's checksums, identity and parent; return the bad ones.
+
+    ``progress(done, total)`` is called now and then.
+
+    Raises:
+        StoreError: if the store as a whole cannot be read.
+    """
+    bad: list[dict[str, Any]] = []
+    with opened(path) as store:
+        records = dict(store.ssd.records())
+        for done, (key, record) in enumerate(records.items()):
+            if not done % 64:
+                progress(done, len(records))
+            fault = _fault(store, key, record, records)
+            if fault is not None:
+                bad.append({"key": key.hex(), "number": record.number, "fault": fault})
+        progress(len(records), len(records))
+    return {"path": str(path), "blocks": len(records), "bad_blocks": len(bad), "bad": bad}
+
+
+def _fault(
+    store: OpenedStore, key: BlockKey, record: Record, records: dict[BlockKey, Record]
+) -> str | None:
+    """Return what is wrong with a stored block, or None.
+
+    ``records`` are all records, for the check of the parent; empty to look it up.
+    """
+    try:
+        data = store.ssd.frame(key)
+    except MEDIUM_ERRORS:
+        return "io"
+    if data is None:
+        return "missing"
+    frame = memoryview(data)
+    header = store.frame_format.header(frame)
+    if header is None or head_sum(frame) != record.head_sum:
+        return "header"
+    if not store.frame_format.is_payload_intact(frame):
+        return "checksum"
+    if not _is_itself(store.frame_format, frame, header, key, record):
+        return "identity"
+    parent = records.get(record.parent) if records else store.ssd.record(record.parent)
+    has_parent = parent is not None and parent.number == record.number - 1
+    if block_key(header.parent_hash) != record.parent or (record.number and not has_parent):
+        return "parent"
+    return None
+
+
+def _is_itself(
+    form: FrameFormat, frame: memoryview, header: Header, key: BlockKey, record: Record
+) -> bool:
+    """Say whether a frame's token ids, hash, key and record all name the same block."""
+    derived = block_hashes(header.parent_hash, form.tokens(frame), form.block_tokens)
+    return (
+        block_key(header.block_hash) == key
+        and (header.has_images or derived == [header.block_hash])
+        and (header.number, header.namespace_id) == (record.number, record.namespace_id)
+    )

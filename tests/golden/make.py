@@ -1,0 +1,116 @@
+"""Write the golden frames that do not exist yet: ``python -m tests.golden.make``.
+
+Golden frames say what stores on disk look like and must decode for ever. A file that exists is
+never written again; a new format version adds files with a new name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kvstore
+from kvstore.block import BlockHash
+from kvstore.frame import FORMAT_VERSION, FrameFormat, Header
+from kvstore.layout import Layout
+from tests.builders import mixed_layout, tiny_layout
+
+FOLDER = Path(__file__).parent
+
+CASES: dict[str, tuple[Layout, int, str | None]] = {
+    "tiny-2": (tiny_layout(), 2, None),
+    "mixed-4": (mixed_layout(), 4, None),
+    "mixed-256": (mixed_layout(), 256, None),
+    "deepseek-v4.1-flash-2": (kvstore.layout("deepseek-v4.1-flash"), 2, "deepseek-v4.1-flash"),
+    "deepseek-v4.1-flash-128": (kvstore.layout("deepseek-v4.1-flash"), 128, "deepseek-v4.1-flash"),
+    "smollm2-135m-1": (kvstore.layout("smollm2-135m"), 1, "smollm2-135m"),
+}
+
+
+def pattern(shape: tuple[int, int, int], salt: int) -> NDArray[np.uint8]:
+    """Bytes that differ from layer to layer, entry to entry and column to column."""
+    layer, entry, column = np.indices(shape)
+    mixed = salt + 89 * layer + 31 * entry + 7 * column + entry * column
+    return np.asarray(mixed % 256, np.uint8)
+
+
+def make(name: str, layout: Layout, block_tokens: int, preset: str | None) -> None:
+    """Write one frame and what is known about it. Raises ``FileExistsError`` if it is there."""
+    frames = FrameFormat(layout, block_tokens)
+    tokens = (np.arange(block_tokens, dtype=np.uint64) * 2654435761 % 2**32).astype(np.uint32)
+    header = Header(
+        block_tokens=block_tokens,
+        number=3,
+        namespace_id=2,
+        payload_bytes=frames.payload_bytes,
+        block_hash=BlockHash(hashlib.sha256(name.encode()).digest()),
+        parent_hash=BlockHash(hashlib.sha256(b"parent of " + name.encode()).digest()),
+        sequence=1_000_000_007,
+    )
+    entries = {
+        group.name: pattern(
+            (len(group.layers), frames.entries[group.name], group.entry_bytes), 17 * number
+        )
+        for number, group in enumerate(layout.global_groups)
+    }
+    frame = frames.encode(header, tokens, entries, 0)
+    known: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "preset": preset,
+        "sha256": hashlib.sha256(frame).hexdigest(),
+        "fingerprint": layout.fingerprint,
+        "groups": [
+            {
+                "name": group.name,
+                "layers": list(group.layers),
+                "values": group.values,
+                "entry_format": group.entry_format,
+                "tokens_per_entry": group.tokens_per_entry,
+                "scale_rule": group.scale_rule,
+            }
+            for group in layout.global_groups
+        ],
+        "header": {
+            "block_tokens": header.block_tokens,
+            "number": header.number,
+            "namespace_id": header.namespace_id,
+            "payload_bytes": header.payload_bytes,
+            "block_hash": header.block_hash.hex(),
+            "parent_hash": header.parent_hash.hex(),
+            "sequence": header.sequence,
+        },
+        "tokens": tokens.tolist(),
+        "entries": {
+            group: {
+                "shape": list(array.shape),
+                "first": array[0, 0].tobytes().hex(),
+                "last": array[-1, -1].tobytes().hex(),
+                "sha256": hashlib.sha256(array.tobytes()).hexdigest(),
+            }
+            for group, array in entries.items()
+        },
+    }
+    with (FOLDER / f"frame-{name}.json").open("x", encoding="utf-8") as file:
+        file.write(json.dumps(known, indent=1) + "\n")
+    with (FOLDER / f"frame-{name}.bin").open("xb") as file:
+        file.write(frame)
+
+
+def main() -> None:
+    """Make what is missing; leave what is there."""
+    for case, (layout, block_tokens, preset) in CASES.items():
+        name = f"v{FORMAT_VERSION}-{case}"
+        if any((FOLDER / f"frame-{name}.{kind}").exists() for kind in ("json", "bin")):
+            sys.stderr.write(f"frame-{name} exists and is left alone\n")
+            continue
+        make(name, layout, block_tokens, preset)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Frames: what goes in comes out, lies where the format says, and damage is seen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kvstore
+from kvstore.block import BlockHash
+from kvstore.frame import FORMAT_VERSION, HEADER_BYTES, RESERVED_BYTES, FrameFormat, Header
+from kvstore.layout import Layout, Lifetime
+from tests.builders import layouts, mixed_layout, random_entries, random_tokens, tiny_layout
+
+V41 = kvstore.layout("deepseek-v4.1-flash")
+SMOLLM2 = kvstore.layout("smollm2-135m")
+BLOCK = BlockHash(bytes(range(32)))
+PARENT = BlockHash(bytes(range(100, 132)))
+GOLDEN = Path(__file__).parent / "golden"
+
+Entries = Mapping[str, NDArray[np.uint8]]
+
+
+def header_of(frames: FrameFormat, number: int = 5) -> Header:
+    return Header(
+        block_tokens=frames.block_tokens,
+        number=number,
+        namespace_id=7,
+        payload_bytes=frames.payload_bytes,
+        block_hash=BLOCK,
+        parent_hash=PARENT,
+        sequence=2**40 + 3,
+    )
+
+
+def made_frame(
+    layout: Layout, block_tokens: int, seed: int = 0
+) -> tuple[FrameFormat, bytearray, NDArray[np.uint32], dict[str, NDArray[np.uint8]]]:
+    rng = np.random.default_rng(seed)
+    frames = FrameFormat(layout, block_tokens)
+    tokens = random_tokens(block_tokens, rng)
+    entries = random_entries(layout, block_tokens, rng)
+    frame = frames.encode(header_of(frames), tokens, entries, 0)
+    return frames, frame, tokens, entries
+
+
+def fault(frames: FrameFormat, frame: bytearray, tokens: NDArray[np.uint32]) -> str | None:
+    return frames.fault(memoryview(frame), BLOCK, PARENT, tokens)
+
+
+# ---- where bytes lie: an independent reading of the format ------------------------------------
+
+PLANES = {  # bytes of packed values and of scales, per value
+    "u8": (8, 0),
+    "f16": (16, 0),
+    "bf16": (16, 0),
+    "f32": (32, 0),
+    "nvfp4": (4, 16),
+    "mxfp4": (4, 32),
+    "mxfp8": (8, 32),
+}
+
+
+def slow_payload(layout: Layout, block_tokens: int, entries: Entries, block: int) -> bytes:
+    """The payload of a block, one entry and one plane at a time.
+
+    Owner by owner; the entries of one ratio together; planar per 64 entries, or over the whole
+    block where its entries are no multiple of 64.
+    """
+    kept = [group for group in layout.groups if group.lifetime is Lifetime.GLOBAL]
+    out = bytearray()
+    for owner in sorted({layer for group in kept for layer in group.layers}):
+        owned = [group for group in kept if owner in group.layers]
+        ratios = []
+        for group in owned:
+            if group.tokens_per_entry not in ratios:
+                ratios.append(group.tokens_per_entry)
+        for ratio in ratios:
+            count = block_tokens // ratio
+            unit = 64 if count % 64 == 0 else count
+            for first in range(block * count, (block + 1) * count, unit):
+                for group in owned:
+                    if group.tokens_per_entry != ratio:
+                        continue
+                    rows = entries[group.name][group.layers.index(owner), first : first + unit]
+                    bits, shared = PLANES[group.entry_format]
+                    packed = group.values * bits // 8
+                    for row in rows:
+                        out += row[:packed].tobytes()
+                    if shared:
+                        for row in rows:
+                            out += row[packed : packed + group.values // shared].tobytes()
+    return bytes(out)
+
+
+def test_a_v41_block_lies_owner_by_owner_and_planar_per_64_records() -> None:
+    frames, frame, _, entries = made_frame(V41, 128)
+    part = {owner: bytearray() for owner in (2, 8, 14, 20)}
+    for position, owner in enumerate((2, 8, 14)):  # one unit of 64 pairs each
+        main, index = entries["main_r2"][position], entries["index_r2"][position]
+        part[owner] += main[:, :256].tobytes() + main[:, 256:].tobytes()
+        part[owner] += index[:, :64].tobytes() + index[:, 64:].tobytes()
+    for unit in (slice(0, 64), slice(64, 128)):  # owner 20 has two
+        main, index = entries["main_r1"][0][unit], entries["index_r1"][0][unit]
+        part[20] += main[:, :256].tobytes() + main[:, 256:].tobytes()
+        part[20] += index[:, :64].tobytes() + index[:, 64:].tobytes()
+    assert [len(piece) for piece in part.values()] == [22_784, 22_784, 22_784, 45_568]
+    assert frame[frames.payload_offset :] == b"".join(part.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"),
+    [
+        (V41, 2),
+        (V41, 32),
+        (V41, 128),
+        (V41, 130),
+        (V41, 256),
+        (SMOLLM2, 1),
+        (SMOLLM2, 64),
+        (SMOLLM2, 96),
+        (mixed_layout(), 4),
+        (mixed_layout(), 132),
+        (mixed_layout(), 256),
+        (tiny_layout(), 1),
+        (tiny_layout(), 192),
+    ],
+    ids=lambda value: value.model if isinstance(value, Layout) else str(value),
+)
+def test_a_payload_is_what_a_slow_reading_of_the_format_gives(
+    layout: Layout, block_tokens: int
+) -> None:
+    rng = np.random.default_rng(block_tokens)
+    frames = FrameFormat(layout, block_tokens)
+    entries = random_entries(layout, 3 * block_tokens, rng)
+    tokens = random_tokens(block_tokens, rng)
+    frame = frames.encode(header_of(frames), tokens, entries, 1)
+    assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, 1)
+
+
+@given(layout=layouts(), multiple=st.integers(1, 40), blocks=st.integers(1, 3), data=st.data())
+@settings(max_examples=150)
+def test_any_layout_round_trips_and_lies_as_the_format_says(
+    layout: Layout, multiple: int, blocks: int, data: st.DataObject
+) -> None:
+    block_tokens = layout.alignment * multiple
+    block = data.draw(st.integers(0, blocks - 1))
+    rng = np.random.default_rng(multiple)
+    frames = FrameFormat(layout, block_tokens)
+    entries = random_entries(layout, blocks * block_tokens, rng)
+    tokens = random_tokens(block_tokens, rng)
+    frame = frames.encode(header_of(frames), tokens, entries, block)
+    assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, block)
+    assert frames.payload_bytes == layout.bytes_per_token * block_tokens
+    assert fault(frames, frame, tokens) is None
+    back = frames.empty(blocks)
+    for array in back.values():
+        array[...] = 0
+    frames.scatter(memoryview(frame), back, block)
+    for name, array in entries.items():
+        count = frames.entries[name]
+        mine = slice(block * count, (block + 1) * count)
+        assert np.array_equal(back[name][:, mine], array[:, mine])
+        others = np.delete(back[name], np.arange(mine.start, mine.stop), axis=1)
+        assert not others.any(), "scatter wrote outside its block"
+
+
+@pytest.mark.parametrize("block_tokens", [2, 32, 128, 130, 256])
+def test_v41_blocks_of_any_even_size_round_trip(block_tokens: int) -> None:
+    frames, frame, tokens, entries = made_frame(V41, block_tokens)
+    assert frames.payload_bytes == 890 * block_tokens
+    assert fault(frames, frame, tokens) is None
+    back = frames.empty(1)
+    frames.scatter(memoryview(frame), back, 0)
+    assert all(np.array_equal(back[name], array) for name, array in entries.items())
+    assert frames.header(memoryview(frame)) == header_of(frames)
+    assert np.array_equal(frames.tokens(memoryview(frame)), tokens)
+
+
+@pytest.mark.parametrize("block_tokens", [0, -2, 1, 129])
+def test_v41_blocks_of_any_other_size_are_refused(block_tokens: int) -> None:
+    with pytest.raises(kvstore.ConfigError, match=f"alignment 2, found {block_tokens}$"):
+        FrameFormat(V41, block_tokens)
+
+
+def test_entries_may_be_a_slice_of_a_larger_array() -> None:
+    rng = np.random.default_rng(1)
+    frames = FrameFormat(mixed_layout(), 8)
+    tokens = random_tokens(8, rng)
+    larger = random_entries(mixed_layout(), 32, rng)
+    view = {name: array[:, frames.entries[name] :] for name, array in larger.items()}
+    frame = frames.encode(header_of(frames), tokens, view, 1)
+    assert frame == frames.encode(header_of(frames), tokens, larger, 2)
+
+
+def test_a_v41_frame_needs_no_page_more_than_its_payload() -> None:
+    frames = FrameFormat(V41, 128)
+    assert frames.payload_bytes == 113_920
+    assert -(-113_920 // 4096) == 28
+    assert frames.frame_bytes <= 28 * 4096 - 16  # LMDB's own header on the first overflow page
+
+
+def test_the_head_of_a_v41_frame_has_the_promised_sizes() -> None:
+    frames, frame, tokens, _ = made_frame(V41, 128)
+    assert HEADER_BYTES == 112
+    assert frames.part_count == 4
+    assert frames.payload_offset == 112 + 512 + 4 * 8 + RESERVED_BYTES
+    assert frame[:4] == b"KVSB"
+    assert frame[112 : 112 + 512] == tokens.astype("<u4").tobytes()
+    assert frame[frames.payload_offset - RESERVED_BYTES : frames.payload_offset] == bytes(32)
+    assert frames.part_bounds[0][0] == frames.payload_offset
+    assert frames.part_bounds[-1][1] == frames.frame_bytes
+    ends = [stop for _, stop in frames.part_bounds[:-1]]
+    assert ends == [start for start, _ in frames.part_bounds[1:]]
+
+
+# ---- damage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"), [(tiny_layout(), 2), (mixed_layout(), 4)], ids=["tiny", "mixed"]
+)
+def test_every_flipped_bit_of_a_frame_is_seen(layout: Layout, block_tokens: int) -> None:
+    frames, frame, tokens, _ = made_frame(layout, block_tokens)
+    seen = {"header": 0, "checksum": 0}
+    for bit in range(8 * len(frame)):
+        frame[bit // 8] ^= 1 << bit % 8
+        found = fault(frames, frame, tokens)
+        assert found is not None, f"bit {bit} of {8 * len(frame)} went unseen"
+        assert (found == "header") == (bit < 8 * frames.payload_offset)
+        seen[found] += 1
+        frame[bit // 8] ^= 1 << bit % 8
+    assert seen == {"header": 8 * frames.payload_offset, "checksum": 8 * frames.payload_bytes}
+    assert fault(frames, frame, tokens) is None
+
+
+def test_swapped_parts_of_equal_size_are_seen() -> None:
+    frames, frame, tokens, _ = made_frame(V41, 2)
+    (a, b), (c, d) = frames.part_bounds[0], frames.part_bounds[1]
+    frame[a:b], frame[c:d] = frame[c:d], frame[a:b]
+    assert fault(frames, frame, tokens) == "checksum"
+
+
+def test_a_frame_of_another_length_is_no_frame() -> None:
+    frames, frame, tokens, _ = made_frame(mixed_layout(), 8)
+    for wrong in (frame[:-1], frame + b"\0", bytearray(), frame[:HEADER_BYTES], frame + frame):
+        assert fault(frames, wrong, tokens) == "header"
+        assert frames.header(memoryview(wrong)) is None
+
+
+@given(noise=st.binary(min_size=170, max_size=170))
+def test_noise_is_no_frame(noise: bytes) -> None:
+    frames = FrameFormat(tiny_layout(), 3)
+    assert frames.frame_bytes == 112 + 12 + 8 + 32 + 3
+    padded = bytearray((noise * 2)[: frames.frame_bytes])
+    assert fault(frames, padded, np.zeros(3, np.uint32)) == "header"
+
+
+def test_zeros_are_no_frame() -> None:
+    frames = FrameFormat(tiny_layout(), 3)
+    assert fault(frames, bytearray(frames.frame_bytes), np.zeros(3, np.uint32)) == "header"
+
+
+def test_a_frame_of_another_format_version_is_no_frame() -> None:
+    frames, frame, tokens, _ = made_frame(tiny_layout(), 2)
+    frame[4:6] = (FORMAT_VERSION + 1).to_bytes(2, "little")
+    frame[104:112] = frames._head_sum(memoryview(frame)).to_bytes(8, "little")
+    assert fault(frames, frame, tokens) == "header"
+
+
+def test_a_frame_with_unknown_flags_is_no_frame() -> None:
+    frames, frame, tokens, _ = made_frame(tiny_layout(), 2)
+    frame[6] = 1
+    frame[104:112] = frames._head_sum(memoryview(frame)).to_bytes(8, "little")
+    assert fault(frames, frame, tokens) == "header"
+
+
+def test_a_frame_of_equal_size_and_another_block_size_is_no_frame() -> None:
+    frames, frame, tokens, _ = made_frame(tiny_layout(), 2)
+    frames.seal(frame, replace(header_of(frames), block_tokens=3))
+    assert fault(frames, frame, tokens) == "header"
+
+
+def test_another_blocks_frame_is_a_miss_by_identity() -> None:
+    frames, frame, tokens, _ = made_frame(mixed_layout(), 4)
+    view = memoryview(frame)
+    other = BlockHash(bytes(32))
+    assert frames.fault(view, other, PARENT, tokens) == "identity"
+    assert frames.fault(view, BLOCK, other, tokens) == "identity"
+    close = BlockHash(BLOCK[:31] + b"\xff")
+    assert frames.fault(view, close, PARENT, tokens) == "identity"
+
+
+def test_a_hash_collision_is_a_miss_because_token_ids_are_compared() -> None:
+    frames, frame, tokens, _ = made_frame(mixed_layout(), 4)
+    for place in range(4):
+        wrong = tokens.copy()
+        wrong[place] ^= 1
+        assert fault(frames, frame, wrong) == "tokens"
+    assert fault(frames, frame, tokens[:3]) == "tokens"
+
+
+def test_checksums_cannot_see_a_payload_that_was_sealed_again() -> None:
+    """What they protect against is damage. Whoever can write the store can forge it."""
+    frames, frame, tokens, _ = made_frame(mixed_layout(), 4, seed=1)
+    _, other, _, _ = made_frame(mixed_layout(), 4, seed=2)
+    frame[frames.payload_offset :] = other[frames.payload_offset :]
+    assert fault(frames, frame, tokens) == "checksum"
+    frames.seal(frame, header_of(frames))
+    assert fault(frames, frame, tokens) is None
+
+
+def test_the_same_block_makes_the_same_frame() -> None:
+    assert made_frame(mixed_layout(), 8)[1] == made_frame(mixed_layout(), 8)[1]
+
+
+# ---- golden frames -----------------------------------------------------------------------------
+
+
+def golden_names() -> list[str]:
+    return sorted(path.stem for path in GOLDEN.glob("frame-*.json"))
+
+
+def test_there_are_golden_frames_and_each_has_both_files() -> None:
+    assert len(golden_names()) >= 4
+    assert golden_names() == sorted(path.stem for path in GOLDEN.glob("frame-*.bin"))
+
+
+@pytest.mark.parametrize("name", golden_names())
+def test_a_golden_frame_decodes_to_the_values_it_was_made_of(name: str) -> None:
+    known = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    frame = bytearray((GOLDEN / f"{name}.bin").read_bytes())
+    assert hashlib.sha256(frame).hexdigest() == known["sha256"], "a golden file was edited"
+    groups = [kvstore.LayerGroup(**{**g, "layers": tuple(g["layers"])}) for g in known["groups"]]
+    layout = Layout(model="golden", groups=tuple(groups))
+    assert layout.fingerprint == known["fingerprint"]
+    if known["preset"]:
+        assert kvstore.layout(known["preset"]).fingerprint == known["fingerprint"]
+    frames = FrameFormat(layout, known["header"]["block_tokens"])
+    view = memoryview(frame)
+    header = frames.header(view)
+    assert header is not None
+    fields = {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(header).items()}
+    assert fields == known["header"]
+    tokens = np.array(known["tokens"], np.uint32)
+    assert np.array_equal(frames.tokens(view), tokens)
+    assert frames.fault(view, header.block_hash, header.parent_hash, tokens) is None
+    entries = frames.empty(1)
+    frames.scatter(view, entries, 0)
+    for group, facts in known["entries"].items():
+        array = entries[group]
+        assert list(array.shape) == facts["shape"]
+        assert array[0, 0].tobytes().hex() == facts["first"]
+        assert array[-1, -1].tobytes().hex() == facts["last"]
+        assert hashlib.sha256(array.tobytes()).hexdigest() == facts["sha256"]
+    assert frames.encode(header, tokens, entries, 0) == frame
