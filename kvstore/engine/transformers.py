@@ -26,7 +26,7 @@ from kvstore.cache import Scope
 from kvstore.codec import codec_for
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
-from kvstore.layout import DTYPE_FORMATS, LayerGroup, Layout
+from kvstore.layout import LayerGroup, Layout
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 Stage = Literal["lookup", "read", "restore", "forward"]
@@ -34,6 +34,8 @@ Stage = Literal["lookup", "read", "restore", "forward"]
 
 KEYS, VALUES = "k", "v"
 """Names of the two groups of a dense layout."""
+RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""Formats whose entries are plain numbers: exact if they are the model's own, else one rounding."""
 
 
 def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> Layout:
@@ -185,12 +187,14 @@ class TransformersAdapter:
         if len(tensors) != len(group.layers):
             msg = f"expected a KV cache of {len(group.layers)} layers, found {len(tensors)}"
             raise ValueError(msg)
-        is_raw = self._is_raw(group)
+        if start == stop:
+            return packed  # torch cannot view empty arrays as another type
+        raw = RAW_DTYPES.get(group.entry_format)
         for layer, tensor in enumerate(tensors):
             rows = tensor[0, :, start:stop].transpose(0, 1)  # [tokens, kv_heads, head_dim]
             target = torch.from_numpy(packed[layer])
-            if is_raw:
-                target.view(self._dtype).view(rows.shape).copy_(rows)
+            if raw is not None:
+                target.view(raw).view(rows.shape).copy_(rows)
             else:
                 target.copy_(codec_for(group).encode(rows.reshape(stop - start, -1).contiguous()))
         return packed
@@ -198,17 +202,14 @@ class TransformersAdapter:
     def _unpack(self, group: LayerGroup, packed: NDArray[np.uint8]) -> torch.Tensor:
         """Return ``[1, kv_heads, tokens, head_dim]`` in the model's dtype, on its device."""
         rows = torch.from_numpy(packed if packed.flags.writeable else packed.copy())
-        if self._is_raw(group):
-            numbers = rows.view(self._dtype)
+        raw = RAW_DTYPES.get(group.entry_format)
+        if raw is not None:
+            numbers = rows.view(raw).to(self._dtype)
         else:
             numbers = codec_for(group).decode(rows, self._dtype)
         head_dim = group.values // self._kv_heads
         heads = numbers.view(len(packed), self._kv_heads, head_dim).transpose(0, 1)
         return heads[None].to(self._model.device)
-
-    def _is_raw(self, group: LayerGroup) -> bool:
-        """Say whether the group's entries are the model's own numbers, byte for byte."""
-        return DTYPE_FORMATS.get(str(self._dtype).removeprefix("torch.")) == group.entry_format
 
     @property
     def _kv_heads(self) -> int:
