@@ -194,7 +194,6 @@ class PrefixCache(Scope):
                 frame_format=frame_format,
                 ssd=ssd,
                 window=window,
-                device_bytes=page_bytes,
                 open_device=make_device,
                 clock=now,
                 wall_clock=time.time,

@@ -61,6 +61,11 @@ class Segment:
         """Number of the block after its last one."""
         return self.start + self.blocks
 
+    def block_keys(self) -> list[BlockKey]:
+        """Return the key of each block, first block first."""
+        keys = self.keys
+        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
     @property
     def is_evictable(self) -> bool:
         """Say whether its last block is a leaf that nobody protects."""
@@ -81,13 +86,6 @@ class Position:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Blocks that left the index, deepest first."""
-
-    keys: list[BlockKey]
-
-
 class PrefixIndex:
     """The prefixes that one tier holds, with the policy that orders their eviction.
 
@@ -99,7 +97,7 @@ class PrefixIndex:
     """
 
     def __init__(self, policy: Policy[Segment]) -> None:
-        self._root = Segment(None, b"", 0, 0)
+        self.root = Segment(None, b"", 0, 0)
         self._policy = policy
         self.blocks = 0
         self.segments = 0
@@ -113,7 +111,7 @@ class PrefixIndex:
 
         Cost: one comparison of bytes per segment on the path.
         """
-        segment, at, size = self._root, 0, len(path)
+        segment, at, size = self.root, 0, len(path)
         while at < size:
             child = segment.children.get(path[at : at + KEY_BYTES])
             if child is None or child.expires <= now:
@@ -209,8 +207,10 @@ class PrefixIndex:
         if segment.is_evictable and segment.is_live:
             self._policy.release(segment)
 
-    def evict(self, blocks: int, now: float = -NEVER) -> Removed:
-        """Remove at least ``blocks`` blocks if pins allow, expired ones first; return them.
+    def evict(self, blocks: int, now: float = -NEVER) -> list[BlockKey]:
+        """Remove at least ``blocks`` blocks if pins allow, expired ones first.
+
+        Returns their keys, deepest first.
 
         Leaf-first and tail-first inside a segment, so what stays is closed under prefixes.
         """
@@ -224,25 +224,28 @@ class PrefixIndex:
                 break
             assert victim.is_evictable, "the policy chose a protected segment"
             self._trim(victim, min(blocks - len(removed), victim.blocks), removed)
-        return Removed(removed)
+        return removed
 
-    def remove_from(self, position: Position) -> Removed:
-        """Remove everything deeper than ``position`` on its segment and below, pinned or not."""
+    def remove_from(self, position: Position) -> list[BlockKey]:
+        """Remove everything deeper than ``position`` on its segment and below, pinned or not.
+
+        Returns the keys, deepest first, as every removal does.
+        """
         removed: list[BlockKey] = []
         segment = position.segment
         for child in list(segment.children.values()):
             self._remove_subtree(child, removed, force=True)
         if position.inside < segment.blocks:
             self._trim(segment, segment.blocks - position.inside, removed)
-        return Removed(removed)
+        return removed
 
-    def remove_namespace(self, namespace_id: int) -> Removed:
+    def remove_namespace(self, namespace_id: int) -> list[BlockKey]:
         """Remove every block of one namespace, pinned or not."""
         removed: list[BlockKey] = []
-        for child in list(self._root.children.values()):
+        for child in list(self.root.children.values()):
             if child.namespace_id == namespace_id:
                 self._remove_subtree(child, removed, force=True)
-        return Removed(removed)
+        return removed
 
     def _remove_subtree(
         self, segment: Segment, removed: list[BlockKey], *, force: bool = False
@@ -264,10 +267,7 @@ class PrefixIndex:
         assert parent is not None
         keys = segment.keys
         first = len(keys) - count * KEY_BYTES
-        removed.extend(
-            BlockKey(keys[at : at + KEY_BYTES])
-            for at in range(len(keys) - KEY_BYTES, first - 1, -KEY_BYTES)
-        )
+        removed.extend(reversed(segment.block_keys()[-count:]))
         self.blocks -= count
         if first:
             segment.keys = keys[:first]
@@ -290,7 +290,7 @@ class PrefixIndex:
         return counts
 
     def __iter__(self) -> Iterator[Segment]:
-        pending = list(self._root.children.values())
+        pending = list(self.root.children.values())
         while pending:
             segment = pending.pop()
             pending.extend(segment.children.values())

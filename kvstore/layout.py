@@ -107,8 +107,9 @@ class LayerGroup:
 
     def __post_init__(self) -> None:
         """Reject a group that could not be stored."""
-        if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            msg = f"group {self.name!r}: layers must be distinct, ascending and not empty, found {self.layers}"
+        is_ascending = list(self.layers) == sorted(set(self.layers))
+        if not self.layers or not is_ascending or self.layers[0] < 0:
+            msg = f"group {self.name!r}: layers must be ids from 0 on, distinct, ascending and not empty, found {self.layers}"
             raise ConfigError(msg)
         if self.tokens_per_entry < 1 or self.values < 1:
             msg = (
@@ -168,7 +169,7 @@ class Layout:
         if not self.global_groups:
             msg = f"layout {self.model!r} has no GLOBAL group, so there is nothing to keep"
             raise ConfigError(msg)
-        if bool(self.window_groups) != (self.window_tokens > 0):
+        if self.window_tokens < 0 or bool(self.window_groups) != (self.window_tokens > 0):
             msg = (
                 f"layout {self.model!r}: window_tokens is {self.window_tokens} "
                 f"with {len(self.window_groups)} WINDOW groups; give both or neither"
@@ -243,14 +244,15 @@ def layout(
         return from_config(source, dtype=dtype)
     preset = PRESETS.get(str(source))
     if preset is not None:
-        if preset["model_type"] == "deepseek_v41_text" and dtype is not None:
-            msg = f"preset {source!r} has fixed entry formats, dtype={dtype!r} does not apply"
-            raise ConfigError(msg)
         return from_config(preset, dtype=dtype)
     path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
+    try:
+        if path.is_dir():
+            path /= "config.json"
+        is_file = path.is_file()
+    except OSError:  # a text that no file system takes as a name
+        is_file = False
+    if not is_file:
         msg = f"{str(source)!r} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json"
         raise ConfigError(msg)
     try:
@@ -274,7 +276,13 @@ def from_config(
         raise ConfigError(msg)
     kind = text.get("model_type", config.get("model_type"))
     if kind == "deepseek_v41_text":
+        if dtype is not None:
+            msg = f"{kind} has fixed entry formats, dtype={dtype!r} does not apply"
+            raise ConfigError(msg)
         return _compressed_sparse(text)
+    if dtype is None:  # a multi-modal config may name the dtype once, outside
+        named = (c.get(name) for c in (text, config) for name in ("dtype", "torch_dtype"))
+        dtype = next(filter(None, named), "bfloat16")
     return _dense(text, kind, dtype)
 
 
@@ -288,11 +296,12 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     return value
 
 
-def _entry_format(dtype: str) -> str:
-    name = DTYPE_FORMATS.get(dtype.removeprefix("torch."), dtype)
+def _entry_format(dtype: object) -> str:
+    text = str(dtype).removeprefix("torch.")
+    name = DTYPE_FORMATS.get(text, text)
     if name not in FORMATS:
         known = ", ".join([*FORMATS, *DTYPE_FORMATS])
-        msg = f"unknown dtype {dtype!r}, expected one of {known}"
+        msg = f"unknown dtype {str(dtype)!r}, expected one of {known}"
         raise ConfigError(msg)
     return name
 
@@ -301,36 +310,48 @@ _OTHER_CACHES = {
     "kv_lora_rank": "latent attention (MLA)",
     "compress_ratios": "compressed attention",
     "linear_num_key_heads": "linear attention",
+    "linear_attn_config": "linear attention",
     "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "hybrid_override_pattern": "layers of several kinds",
+    "layers_block_type": "layers of several kinds",
+    "attn_type_list": "layers of several kinds",
+    "attention_chunk_size": "attention in chunks",
+    "cross_attention_layers": "cross attention",
+    "is_encoder_decoder": "cross attention",
+    "num_kv_shared_layers": "layers that share a cache",
+    "multi_query": "one key and value for all heads",
 }
 """Config fields that say a model does not cache plain keys and values in every layer."""
 
 
-def _dense(
-    config: Mapping[str, Any], kind: object, dtype: str | Mapping[str, str] | None
-) -> Layout:
+def _dense(config: Mapping[str, Any], kind: object, dtype: str | Mapping[str, str]) -> Layout:
     """Layout of a model whose every layer caches one key and one value per token and KV head."""
     for name, meaning in _OTHER_CACHES.items():
         if config.get(name):
             msg = f"model type {kind!r} uses {meaning} ({name}), expected dense attention in every layer"
             raise ConfigError(msg)
     layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, (list, tuple)):
+        msg = f"config field layer_types must be a list, found {layer_types!r}"
+        raise ConfigError(msg)
     if any(layer_type != "full_attention" for layer_type in layer_types):
-        msg = f"model type {kind!r} mixes layer types {sorted(set(layer_types))}, expected full_attention in every layer"
+        found = sorted({str(layer_type) for layer_type in layer_types})
+        msg = (
+            f"model type {kind!r} mixes layer types {found}, expected full_attention in every layer"
+        )
         raise ConfigError(msg)
     if not layer_types and config.get("sliding_window") and config.get("use_sliding_window", True):
         msg = f"model type {kind!r} has a sliding window of {config['sliding_window']}, expected dense attention"
         raise ConfigError(msg)
     heads = _field(config, "num_attention_heads")
     kv_heads = _field(config, "num_key_value_heads", heads)
-    head_dim = _field(config, "head_dim", _field(config, "hidden_size") // heads)
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        head_dim = _field(config, "hidden_size") // heads
+    head_dim = _field({"head_dim": head_dim}, "head_dim")
     layers = tuple(range(_field(config, "num_hidden_layers")))
-    chosen = (
-        dtype
-        if dtype is not None
-        else config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    )
-    by_group = dict(chosen) if isinstance(chosen, Mapping) else {"k": str(chosen), "v": str(chosen)}
+    by_group = dict(dtype) if isinstance(dtype, Mapping) else {"k": dtype, "v": dtype}
     if set(by_group) != {"k", "v"}:
         msg = f"dtype names groups {sorted(by_group)}, a dense model has exactly k and v"
         raise ConfigError(msg)
@@ -364,7 +385,8 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
     ratios = list(_sequence(config, "compress_ratios"))
     owners = tuple(_sequence(config, "kv_source_layer_ids"))
     layer_count = _field(config, "num_hidden_layers")
-    if not owners or max(owners) >= layer_count or len(ratios) < layer_count:
+    is_inside = all(0 <= owner < layer_count for owner in owners)
+    if not owners or not is_inside or len(ratios) < layer_count:
         msg = (
             f"compress_ratios needs an item for each of {layer_count} layers and kv_source_layer_ids "
             f"must lie among them, found {len(ratios)} ratios and sources {list(owners)}"
@@ -422,8 +444,8 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
                 lifetime=Lifetime.TRANSIENT,
             )
         )
-    drafts = int(config.get("num_nextn_predict_layers") or 0)
-    if drafts:
+    if config.get("num_nextn_predict_layers"):
+        drafts = _field(config, "num_nextn_predict_layers")
         groups.append(
             LayerGroup(
                 name="draft",
@@ -442,7 +464,9 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
 
 def _sequence(config: Mapping[str, Any], name: str) -> Sequence[int]:
     value = config.get(name)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, int) for item in value):
+    if not isinstance(value, (list, tuple)) or any(
+        isinstance(item, bool) or not isinstance(item, int) for item in value
+    ):
         msg = f"config field {name} must be a list of integers, found {value!r}"
         raise ConfigError(msg)
     return value

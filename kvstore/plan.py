@@ -28,9 +28,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Free at least this many bytes of a tier."""
+    """Free at least this many bytes before what is planned next may come in."""
 
-    tier: str
     bytes: int
 
 
@@ -43,13 +42,6 @@ class Replay:
 
 
 Step = Load | Store | Evict | Replay
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Steps in the order in which they are to be done."""
-
-    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +76,26 @@ def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> F
     return Floors(start, start, hit_tokens, start)
 
 
-def loads(hit_blocks: int, resident: Mapping[str, int]) -> Plan:
+def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
     """Plan the reads of a hit: the nearest tier first, the next one for what it lacks.
 
     ``resident`` maps tiers, nearest first, to the leading blocks each holds.
     """
-    steps: list[Step] = []
+    steps: list[Load] = []
     at = 0
     for tier, blocks in resident.items():
         stop = min(blocks, hit_blocks)
         if stop > at:
             steps.append(Load(tier, at, stop))
             at = stop
-    return Plan(tuple(steps))
+    return tuple(steps)
 
 
-def replay(hit_tokens: int, where: Floors) -> Plan:
-    """Plan the replay of a hit: nothing when its window is at hand."""
+def replay(hit_tokens: int, where: Floors) -> Replay | None:
+    """Plan the replay of a hit: none when its window is at hand or nobody needs one."""
     if where.replay_start >= hit_tokens:
-        return Plan(())
-    return Plan((Replay(where.replay_start, hit_tokens),))
+        return None
+    return Replay(where.replay_start, hit_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +118,14 @@ def stores(start: int, stop: int, known: int) -> StorePlan:
     return StorePlan(first - start, Store(first, stop) if first < stop else None, 0)
 
 
-def room(live_bytes: int, incoming_bytes: int, high_bytes: int, low_bytes: int) -> int:
-    """Return how many bytes must leave before ``incoming_bytes`` may come in.
+def room(live_bytes: int, incoming_bytes: int, high_bytes: int, low_bytes: int) -> Evict | None:
+    """Plan what must leave before ``incoming_bytes`` may come in.
 
-    Nothing until the high watermark would be crossed; then down to the low one.
+    Nothing until the high watermark would be crossed; then enough to come down to the low one.
     """
     if live_bytes + incoming_bytes <= high_bytes:
-        return 0
-    return max(0, live_bytes + incoming_bytes - low_bytes)
+        return None
+    return Evict(max(0, live_bytes + incoming_bytes - low_bytes))
 
 
 def worth_loading(

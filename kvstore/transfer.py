@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from kvstore.block import BlockHash, BlockKey
+from kvstore.block import BlockKey
 from kvstore.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -26,28 +27,19 @@ BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
 
 
-@dataclass(slots=True)
-class Ticket:
-    """One ``store`` call on its way: what its blocks have in common."""
-
-    namespace_id: int
-    tick: int
-    """Logical time of the request."""
-    expires: float
-    wall_expires: float
-    is_pinned: bool
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class QueuedBlock:
+class QueuedBlock(Generic[T]):
     """A framed block that waits for its commit."""
 
     key: BlockKey
-    block_hash: BlockHash
     parent: BlockKey
     number: int
     frame: bytearray
-    ticket: Ticket
+    ticket: T
+    """What the blocks of one request have in common."""
 
 
 @dataclass(slots=True)
@@ -55,7 +47,7 @@ class _Barrier:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class Writer:
+class Writer(Generic[T]):
     """The one thread that writes a tier.
 
     ``commit`` is called in that thread with blocks in the order they were queued, parents before
@@ -65,14 +57,14 @@ class Writer:
 
     def __init__(
         self,
-        commit: Callable[[list[QueuedBlock]], None],
+        commit: Callable[[list[QueuedBlock[T]]], None],
         *,
         commit_blocks: int,
     ) -> None:
         self._commit = commit
         self._batch_blocks = commit_blocks
         self._queue_blocks = QUEUE_COMMITS * self._batch_blocks
-        self._items: deque[QueuedBlock | _Barrier] = deque()
+        self._items: deque[QueuedBlock[T] | _Barrier] = deque()
         self._queued = 0
         self._changed = threading.Condition()
         self._is_closing = False
@@ -96,7 +88,7 @@ class Writer:
                 and not self._is_closing
             )
 
-    def submit(self, block: QueuedBlock) -> None:
+    def submit(self, block: QueuedBlock[T]) -> None:
         """Queue a block. Callers ask for room first; one caller may overshoot by one block."""
         with self._changed:
             self._items.append(block)
@@ -126,7 +118,7 @@ class Writer:
             self._changed.notify_all()
         self._thread.join(BARRIER_SECONDS)
 
-    def _next_batch(self) -> list[QueuedBlock] | _Barrier | None:
+    def _next_batch(self) -> list[QueuedBlock[T]] | _Barrier | None:
         """Wait for work: a batch, a barrier, or None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._is_closing)
@@ -140,7 +132,7 @@ class Writer:
             while self._queued < self._batch_blocks and not self._must_hurry():
                 if not self._changed.wait(deadline - time.monotonic()):
                     break
-            batch: list[QueuedBlock] = []
+            batch: list[QueuedBlock[T]] = []
             while self._items and len(batch) < self._batch_blocks:
                 item = self._items[0]
                 if isinstance(item, _Barrier):

@@ -6,6 +6,7 @@ tier, and no tier knows it: window KV has no way to a disk.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,8 +56,9 @@ class WindowPool:
         self.capacity_bytes = capacity_bytes
         self.ttl_seconds = ttl_seconds
         self.rows = rows
-        """Most rows kept of a snapshot; the older ones are cut off."""
+        """Most rows kept of a snapshot; the older ones are cut off, at a whole entry."""
         self.used_bytes = 0
+        self._cut = math.lcm(*(group.tokens_per_entry for group in layout.window_groups))
         self._clock = clock
         self._poison_on_free = poison_on_free
         self._held: OrderedDict[BlockHash, _Held] = OrderedDict()  # least recently used first
@@ -79,22 +81,24 @@ class WindowPool:
         """Keep a copy of ``snapshot`` as the window that ends the prefix ``key`` of ``owner``.
 
         Returns False when it was not kept: a replayed one never replaces one that is there, and
-        one larger than what pins leave free does not fit.
+        one larger than what pins leave free does not fit. Then the pool is as it was before.
         """
         self.expire()
         present = self._held.get(key)
         if present is not None and is_replayed:
             return False
-        first = max(snapshot.start, snapshot.stop - self.rows)
+        older = max(0, snapshot.stop - self.rows - snapshot.start)
+        first = snapshot.start + older // self._cut * self._cut
         rows = {}
         for group in self.layout.window_groups:
             skip = (first - snapshot.start) // group.tokens_per_entry
             rows[group.name] = np.array(snapshot.rows[group.name][:, skip:], np.uint8, order="C")
         size = sum(array.nbytes for array in rows.values())
+        if size > self._obtainable_bytes():
+            return False
         if present is not None:
             self._drop(key, present)
-        if not self._make_room(size):
-            return False
+        self._make_room(size)
         kept = WindowSnapshot(first, snapshot.stop, rows, "replay" if is_replayed else "pool")
         self._held[key] = _Held(kept, owner, size, self._clock() + self.ttl_seconds)
         self.used_bytes += size
@@ -138,16 +142,28 @@ class WindowPool:
         for key, held in [item for item in self._held.items() if item[1].owner == owner]:
             self._drop(key, held)
 
-    def _make_room(self, size: int) -> bool:
-        if size > self.capacity_bytes:
-            return False
+    def stats(self) -> dict[str, int]:
+        """Return sizes and counts as plain JSON values."""
+        return {
+            "snapshots": len(self._held),
+            "used_bytes": self.used_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "evicted": self.evicted,
+            "expired": self.expired,
+        }
+
+    def _obtainable_bytes(self) -> int:
+        """Bytes that are free or held by what nobody pins."""
+        loose = sum(held.size for held in self._held.values() if not held.pins)
+        return self.capacity_bytes - self.used_bytes + loose
+
+    def _make_room(self, size: int) -> None:
         for key, held in list(self._held.items()):
             if self.used_bytes + size <= self.capacity_bytes:
                 break
             if not held.pins:
                 self._drop(key, held)
                 self.evicted += 1
-        return self.used_bytes + size <= self.capacity_bytes
 
     def _drop(self, key: BlockHash, held: _Held) -> None:
         del self._held[key]

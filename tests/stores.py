@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import LayerGroup, Layout, Lifetime, Namespace, PrefixCache
+from kvstore.cache.owner import OwnedSsd
+from kvstore.cache.pages import DevicePages
+from kvstore.cache.scope import Scope
 
 BLOCK = 8
 """Tokens of a block in most tests."""
@@ -93,3 +96,17 @@ def assert_entries(
     assert set(found) == set(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def owned(cache: Scope) -> OwnedSsd:
+    """The writing side of a cache, for tests that look inside."""
+    side = cache._shared.owned
+    assert side is not None
+    return side
+
+
+def paged(cache: Scope) -> DevicePages:
+    """The device pages of a cache, for tests that look inside."""
+    pages = cache._shared.pages
+    assert pages is not None
+    return pages

@@ -237,7 +237,7 @@ class Fuzzer:
         count = self.random.choice([0, 1, 1, 2, 3, 5, 8, 40])
         now = self.random.choice([self.now, -NEVER])
         before = len(self.oracle.blocks)
-        removed = self.index.evict(count, now).keys
+        removed = self.index.evict(count, now)
         expired, order = self.oracle.evict(count, now)
         assert set(removed[: len(expired)]) == expired
         assert removed[len(expired) :] == order, "victims differ from leaf-first LRU"
@@ -259,12 +259,12 @@ class Fuzzer:
             kept = position.depth
         doomed = {k for k, b in self.oracle.blocks.items() if b.parent == keys[kept - 1]}
         doomed = doomed if kept == len(keys) else {keys[kept]}
-        removed = self.index.remove_from(position).keys
+        removed = self.index.remove_from(position)
         self.forget(set(removed), doomed)
 
     def remove_namespace(self) -> None:
         namespace_id = 1000 + self.random.randrange(3)
-        removed = self.index.remove_namespace(namespace_id).keys
+        removed = self.index.remove_namespace(namespace_id)
         doomed = {k for k, b in self.oracle.blocks.items() if b.namespace_id == namespace_id}
         self.forget(set(removed), doomed)
 
@@ -337,7 +337,7 @@ def test_every_operation_agrees_with_a_tree_of_single_blocks(seed: int) -> None:
     while fuzzer.held:
         fuzzer.unpin()
         fuzzer.check()
-    removed = fuzzer.index.evict(10**6).keys
+    removed = fuzzer.index.evict(10**6)
     assert removed == fuzzer.oracle.evict(10**6, -NEVER)[1]
     assert fuzzer.index.blocks == fuzzer.index.segments == fuzzer.index.expiring == 0
 
@@ -375,7 +375,7 @@ def depth(index: PrefixIndex, symbols: list[int]) -> int:
 def test_the_tail_of_a_full_tier_goes_and_the_head_still_hits() -> None:
     index, _ = make_index()
     put(index, [1, 2, 3], 1)
-    assert index.evict(1).keys == cut(path_of([1, 2, 3]))[2:]
+    assert index.evict(1) == cut(path_of([1, 2, 3]))[2:]
     assert depth(index, [1, 2, 3]) == 2
 
 
@@ -392,10 +392,10 @@ def test_a_pinned_hit_survives_an_allocation_that_wants_everything() -> None:
     put(index, [9, 9], 2)
     held = use(index, [1, 2], 3)
     index.pin(held)
-    assert len(index.evict(1000).keys) == 4
+    assert len(index.evict(1000)) == 4
     assert depth(index, [1, 2, 3, 4]) == 2
     index.unpin(held)
-    assert len(index.evict(1000).keys) == 2
+    assert len(index.evict(1000)) == 2
 
 
 def test_split_pin_and_unpin_leave_every_counter_where_it_was() -> None:
@@ -421,9 +421,9 @@ def test_a_parent_inherits_the_recency_of_a_child_that_dies() -> None:
     put(index, [8, 8], 2)
     put(index, [1, 2, 3], 3)
     use(index, [1, 2, 3], 4)
-    assert index.evict(3).keys == [*reversed(cut(path_of([8, 8]))), cut(path_of([1, 2, 3]))[2]]
+    assert index.evict(3) == [*reversed(cut(path_of([8, 8]))), cut(path_of([1, 2, 3]))[2]]
     put(index, [7], 5)
-    assert index.evict(1).keys == [cut(path_of([1, 2]))[1]]
+    assert index.evict(1) == [cut(path_of([1, 2]))[1]]
 
 
 def test_a_shorter_use_does_not_refresh_what_lies_below_it() -> None:
@@ -431,15 +431,15 @@ def test_a_shorter_use_does_not_refresh_what_lies_below_it() -> None:
     put(index, [1, 2, 3, 4], 1)
     put(index, [5, 6], 2)
     use(index, [1, 2], 3)
-    assert index.evict(2).keys == list(reversed(cut(path_of([1, 2, 3, 4]))[2:]))
-    assert index.evict(1).keys == [cut(path_of([5, 6]))[1]]
+    assert index.evict(2) == list(reversed(cut(path_of([1, 2, 3, 4]))[2:]))
+    assert index.evict(1) == [cut(path_of([5, 6]))[1]]
 
 
 def test_among_equals_the_deeper_tail_goes_first() -> None:
     index, _ = make_index()
     put(index, [1, 2], 7)
     put(index, [3, 4, 5], 7)
-    assert index.evict(1).keys == [cut(path_of([3, 4, 5]))[2]]
+    assert index.evict(1) == [cut(path_of([3, 4, 5]))[2]]
 
 
 def test_among_equals_the_deeper_tail_goes_first_after_a_split() -> None:
@@ -448,14 +448,14 @@ def test_among_equals_the_deeper_tail_goes_first_after_a_split() -> None:
     put(index, [8], 1)
     put(index, [8, 9, 9], 7)
     use(index, [1, 2, 3, 4], 8)
-    assert index.evict(1).keys == [cut(path_of([1, 2, 3, 4, 5, 6]))[5]]
+    assert index.evict(1) == [cut(path_of([1, 2, 3, 4, 5, 6]))[5]]
 
 
 def test_evicting_nothing_removes_nothing() -> None:
     index, _ = make_index()
     put(index, [1, 2], 1)
-    assert index.evict(0).keys == []
-    assert index.evict(-5).keys == []
+    assert index.evict(0) == []
+    assert index.evict(-5) == []
     assert index.blocks == 2
 
 
@@ -463,10 +463,10 @@ def test_what_expired_goes_even_when_nothing_was_asked_for() -> None:
     index, _ = make_index()
     put(index, [5], 1)
     index.insert(index.match(b"").segment, path_of([1, 2]), now=2, namespace_id=1, expires=10.0)
-    assert index.evict(0, 9.9).keys == []
+    assert index.evict(0, 9.9) == []
     assert depth(index, [1, 2]) == 2
     assert index.match(path_of([1, 2]), 10.0).depth == 0
-    assert index.evict(0, 10.0).keys == list(reversed(cut(path_of([1, 2]))))
+    assert index.evict(0, 10.0) == list(reversed(cut(path_of([1, 2]))))
     assert index.expiring == 0
 
 
@@ -476,9 +476,9 @@ def test_what_expired_stays_while_it_is_pinned() -> None:
     head = index.insert(root, path_of([1]), now=1, namespace_id=1, expires=10.0)
     tail = index.insert(head, path_of([1, 2])[KEY_BYTES:], now=1, namespace_id=1, expires=10.0)
     index.pin(tail)
-    assert index.evict(5, 99.0).keys == []
+    assert index.evict(5, 99.0) == []
     index.unpin(tail)
-    assert len(index.evict(0, 99.0).keys) == 2
+    assert len(index.evict(0, 99.0)) == 2
 
 
 def test_a_renewed_path_outlives_its_first_expiry() -> None:
@@ -488,23 +488,23 @@ def test_a_renewed_path_outlives_its_first_expiry() -> None:
     upper = index.settle(index.match(path_of([1, 2])))
     assert index.renew(upper, 20.0) == [upper]
     assert index.renew(upper, 5.0) == []
-    assert index.evict(0, 10.0).keys == [cut(path_of([1, 2, 3]))[2]]
+    assert index.evict(0, 10.0) == [cut(path_of([1, 2, 3]))[2]]
     assert not segment.is_live
     assert index.renew(upper, NEVER) == [upper]
     assert index.expiring == 0
-    assert index.evict(0, 1e9).keys == []
+    assert index.evict(0, 1e9) == []
 
 
 def test_a_forced_removal_takes_pinned_blocks_and_a_late_unpin_is_harmless() -> None:
     index, _ = make_index()
     segment = put(index, [1, 2, 3], 1)
     index.pin(segment)
-    assert len(index.remove_namespace(1).keys) == 3
+    assert len(index.remove_namespace(1)) == 3
     assert not segment.is_live
     index.unpin(segment)
-    assert index.evict(5).keys == []
+    assert index.evict(5) == []
     put(index, [1, 2, 3], 2)
-    assert len(index.evict(5).keys) == 3
+    assert len(index.evict(5)) == 3
 
 
 def test_a_removed_middle_takes_everything_below_it_on_every_branch() -> None:
@@ -513,7 +513,7 @@ def test_a_removed_middle_takes_everything_below_it_on_every_branch() -> None:
     put(index, [1, 2, 3, 5, 6], 2)
     put(index, [1, 7], 3)
     segment = index.settle(index.match(path_of([1, 2])))
-    removed = index.remove_from(Position(segment, segment.blocks - 1, 1)).keys
+    removed = index.remove_from(Position(segment, segment.blocks - 1, 1))
     assert len(removed) == 5
     assert removed[4] == cut(path_of([1, 2]))[1], "a parent left before its children"
     assert depth(index, [1, 7]) == 2
@@ -542,7 +542,7 @@ def test_a_piece_with_another_expiry_is_a_segment_of_its_own() -> None:
     first = index.extend(root, path[:KEY_BYTES], now=1, namespace_id=1)
     second = index.extend(first, path[KEY_BYTES:], now=1, namespace_id=1, expires=9.0)
     assert second is not first
-    assert index.evict(0, 9.0).keys == [path[KEY_BYTES:]]
+    assert index.evict(0, 9.0) == [path[KEY_BYTES:]]
 
 
 def test_inserting_a_present_block_again_is_a_bug_that_is_named() -> None:
@@ -567,7 +567,7 @@ def test_the_root_can_be_touched_and_pinned_without_harm() -> None:
     index.pin(root)
     index.unpin(root)
     assert policy.victim() is None
-    assert index.evict(3).keys == []
+    assert index.evict(3) == []
 
 
 @pytest.mark.parametrize("shared", range(1, 34))
@@ -622,7 +622,7 @@ def test_a_policy_that_raises_is_heard_and_eviction_goes_on() -> None:
     put(index, [1, 2, 3], 1)
     with pytest.raises(RuntimeError, match="broken policy"):
         index.evict(1)
-    assert index.evict(2).keys == list(reversed(cut(path_of([1, 2, 3]))[1:]))
+    assert index.evict(2) == list(reversed(cut(path_of([1, 2, 3]))[1:]))
 
 
 def test_a_policy_heap_stays_bounded_over_a_hundred_thousand_touches() -> None:
@@ -637,7 +637,7 @@ def test_a_policy_heap_stays_bounded_over_a_hundred_thousand_touches() -> None:
             index.unpin(segment)
         most = max(most, len(policy._heap))
     assert most <= 64 + 4 * len(segments) + 1
-    order = [index.evict(1).keys[0] for _ in segments]
+    order = [index.evict(1)[0] for _ in segments]
     assert order == [path_of([number]) for number in range(10)]
 
 

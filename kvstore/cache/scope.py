@@ -126,15 +126,12 @@ class Scope:
         arrays = host_entries(self.layout, entries, start, len(ids))
         prefix = self._prefix(ids, images)
         return self._shared.store(
-            prefix, self._namespace_id, arrays, start, wait=wait, ttl=ttl, is_pinned=pin
+            prefix, asdict(self.namespace), arrays, start, wait=wait, ttl=ttl, is_pinned=pin
         )
-
-    def _namespace_id(self) -> int:
-        return self._shared.namespace_id(self._root, asdict(self.namespace))
 
     def unpin(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> None:
         """Take back the lasting pin that ``store(pin=True)`` put on this prefix."""
-        self._shared.unstick(self._prefix(tokens, images))
+        self._shared.owner("unpins").unstick(self._prefix(tokens, images))
 
     def lookup(
         self,
@@ -227,8 +224,7 @@ class Scope:
         found: dict[int, WindowSnapshot] = {}
         asked: dict[int, tuple[ReplayHook, list[int], list[ReplayRequest]]] = {}
         for position, (match, hook) in enumerate(pairs):
-            steps = plan.replay(match.hit_tokens, match.floors).steps
-            if not steps:
+            if plan.replay(match.hit_tokens, match.floors) is None:
                 found[position] = _from_pool(match)
                 continue
             if hook is None:

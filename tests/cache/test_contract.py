@@ -24,6 +24,7 @@ from tests.stores import (
     assert_entries,
     entries_of,
     open_cache,
+    owned,
     tokens_of,
 )
 
@@ -360,7 +361,7 @@ def test_probe_leaves_no_trace(tmp_path: Path) -> None:
         before = cache.stats()
         assert cache.probe(tokens).hit_tokens == 2 * BLOCK
         assert cache.stats() == before
-        assert not any(segment.pins for segment in cache._shared._index or ())
+        assert not any(segment.pins for segment in owned(cache).index)
 
 
 def test_a_lookup_that_never_loads_leaves_nothing_pinned_after_its_lease(tmp_path: Path) -> None:
@@ -369,8 +370,7 @@ def test_a_lookup_that_never_loads_leaves_nothing_pinned_after_its_lease(tmp_pat
     with open_cache(tmp_path / "s", clock=clock) as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        index = cache._shared._index
-        assert index is not None
+        index = owned(cache).index
         for _ in range(5):
             cache.lookup(tokens)
         assert sum(segment.pins for segment in index) == 5
@@ -489,10 +489,9 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
             thread.join()
         assert failures == []
         cache.flush()
-        index = cache._shared._index
-        assert index is not None
+        index = owned(cache).index
         assert index.blocks == cache._shared.ssd.block_count
-        assert cache._shared._pending == set()
+        assert owned(cache)._pending == set()
         assert not any(segment.pins for segment in index)
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
 
@@ -530,7 +529,7 @@ def test_ttl_expires_and_storing_again_renews(tmp_path: Path) -> None:
     tokens = tokens_of(3 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         wall = Clock()
-        cache._shared.wall_clock = wall
+        cache._shared.context.wall_clock = wall
         cache.store(tokens, entries_of(DENSE, tokens), ttl=60)
         cache.flush()
         assert cache.lookup(tokens).hit_tokens == 3 * BLOCK

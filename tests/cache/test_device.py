@@ -12,7 +12,7 @@ import torch
 from kvstore import ConfigError, Layout, Pages
 from kvstore.codec import codec_for
 from kvstore.frame import FrameFormat
-from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, owned, paged, tokens_of
 
 LAYOUTS = pytest.mark.parametrize("layout", [DENSE, WINDOWED], ids=["dense", "windowed"])
 
@@ -158,9 +158,8 @@ def test_device_pages_serve_a_read_when_the_disk_lost_the_blocks(tmp_path: Path)
         cache.flush()
         with cache.lookup(tokens) as match:
             cache.load(match).release()
-        index = cache._shared._index
-        assert index is not None
-        cache._shared._delete(index.evict(5).keys)
+        index = owned(cache).index
+        owned(cache)._delete(index.evict(5))
         with cache.lookup(tokens) as match:
             assert match.residency == {"device": 5 * BLOCK, "ssd": 0}
             found = cache.read(match)
@@ -215,8 +214,7 @@ def test_threads_loading_one_prefix_agree_and_leak_no_page(tmp_path: Path) -> No
         for thread in threads:
             thread.join()
         assert failures == []
-        shared = cache._shared
-        assert shared._device_index is not None
-        assert shared._device_index.blocks == len(shared._device_pages)
-        assert cache.device.free_pages == 16 - len(shared._device_pages)
-        assert not any(segment.pins for segment in shared._device_index)
+        pages_of = paged(cache)
+        assert pages_of.index.blocks == len(pages_of._page_of)
+        assert cache.device.free_pages == 16 - len(pages_of._page_of)
+        assert not any(segment.pins for segment in pages_of.index)

@@ -19,7 +19,16 @@ import pytest
 from kvstore import ConfigError, LayoutMismatch, StoreError
 from kvstore.frame import FrameFormat
 from kvstore.tier.ssd import SsdTier
-from tests.stores import BLOCK, DENSE, WINDOWED, assert_entries, entries_of, open_cache, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    WINDOWED,
+    assert_entries,
+    entries_of,
+    open_cache,
+    owned,
+    tokens_of,
+)
 
 COUNT = 12 * BLOCK + 1
 
@@ -303,7 +312,7 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
-            cache._shared._writer.drain()  # type: ignore[union-attr]
+            owned(cache)._writer.drain()
             assert cache.lookup(lost).hit_tokens == 0
         assert failing.errors == []
         more = tokens_of(BLOCK, 9)
@@ -322,8 +331,7 @@ def test_a_failed_commit_never_leaves_a_child_without_its_parent(tmp_path: Path)
         FailingPut(cache._shared.ssd, [OSError(errno.EIO, "I/O error")])
         cache.store(tokens, entries_of(DENSE, tokens), wait=30)
         cache.flush()
-        index = cache._shared._index
-        assert index is not None
+        index = owned(cache).index
         assert index.blocks == cache._shared.ssd.block_count == 0
         assert cache.stats()["counters"]["dropped_blocks"]["no_parent"] > 0
 

@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert_entries(DENSE, found, tokens, found.tokens)
 
     def resident(self) -> set[bytes]:
-        index = self.cache._shared._index
+        index = self.cache._shared.owned.index
         return {
             segment.keys[at : at + 16]
             for segment in index
@@ -149,8 +149,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self) -> None:
         shared = self.cache._shared
-        with shared._lock:
-            index = shared._index
+        with shared.context.lock:
+            index = shared.owned.index
             assert index.blocks == sum(segment.blocks for segment in index)
             assert index.segments == sum(1 for _ in index)
             for segment in index:
@@ -158,11 +158,11 @@ class CacheMachine(RuleBasedStateMachine):
                 assert parent is not None
                 assert segment.start == parent.stop
                 assert parent.children[segment.keys[:16]] is segment
-            if shared._device is not None:
-                pages = set(shared._device_pages.values())
-                assert len(pages) == len(shared._device_pages) == shared._device_index.blocks
-                assert pages.isdisjoint(shared._device._free)
-                assert len(pages) + shared._device.free_pages == shared._device.page_count
+            if shared.pages is not None:
+                pages = set(shared.pages._page_of.values())
+                assert len(pages) == len(shared.pages._page_of) == shared.pages.index.blocks
+                assert pages.isdisjoint(shared.pages.tier._free)
+                assert len(pages) + shared.pages.tier.free_pages == shared.pages.tier.page_count
             pinned = sum(segment.pins for segment in index)
         if not self.held:
             live = sum(not hold.is_released for hold in shared._leases)

@@ -253,8 +253,8 @@ def test_a_hook_that_returns_the_wrong_rows_is_told_so(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="returned 0 snapshots for 1 requests"):
             cache.window(match, lambda _: [])
         with pytest.raises(ZeroDivisionError):
-            cache.window(match, lambda _: [1 / 0])  # type: ignore[list-item]
-        assert not cache._shared._lock._is_owned()  # type: ignore[attr-defined]
+            cache.window(match, lambda _: [1 / 0])  # type: ignore[arg-type]
+        assert not cache._shared.context.lock._is_owned()  # type: ignore[attr-defined]
 
 
 def test_a_hook_runs_in_the_callers_thread_with_no_lock_held(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""What the parts of one open store have in common: a lock, counters, clocks, and logical time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvstore.metrics import Metrics
+
+
+class Context:
+    """State that every part of a cache shares.
+
+    The lock guards memory only: no disk, device or hook is waited for while it is held.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        self.lock = threading.RLock()
+        self.metrics = Metrics()
+        self.clock = clock
+        """Seconds for leases and windows, from no particular start."""
+        self.wall_clock = wall_clock
+        """Seconds that mean the same after a restart: for blocks with a time to live."""
+        self.sequence = 0
+
+    def next_sequence(self) -> int:
+        """Return a new logical time. The caller holds the lock."""
+        self.sequence += 1
+        return self.sequence
+
+    def count_drop(self, reason: str, count: int) -> None:
+        """Count blocks that were not stored, and say so the first time."""
+        if count:
+            with self.lock:
+                self.metrics.dropped_blocks[reason] += count
+                message = "%d blocks were not stored (%s); counted from here on"
+                self.metrics.say_once(reason, message, count, reason)

@@ -1,0 +1,521 @@
+"""The SSD tier as its owner sees it: index, queue, commits and eviction, kept in step.
+
+The index is what lookups believe. A block enters it after its commit and leaves it before its
+delete, so at no time does it name a block that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import plan
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey
+from kvstore.cache.context import Context
+from kvstore.cache.match import Prefix, Stored
+from kvstore.cache.rebuild import rebuild
+from kvstore.errors import StoreError
+from kvstore.frame import FrameFormat, Header, head_sum
+from kvstore.index import NEVER, Position, PrefixIndex, Segment
+from kvstore.policy.lru import Lru
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_full
+from kvstore.transfer import QueuedBlock, Writer
+
+logger = logging.getLogger(__name__)
+
+RETRY_EVICTION_BLOCKS = 16
+"""Blocks freed before a commit that found the map full is tried once more. spec/lmdb 2."""
+WRITE_ERRORS_TO_READ_ONLY = 3
+"""Failed writes in a row after which writing stops. spec/lmdb 2."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One ``store`` call on its way: what its blocks have in common."""
+
+    prefix: Prefix
+    namespace_id: int
+    tick: int
+    """Logical time of the request."""
+    expires: float
+    is_pinned: bool
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive blocks of one ``store`` call inside one commit."""
+
+    ticket: Ticket
+    blocks: list[QueuedBlock[Ticket]]
+
+    @property
+    def first(self) -> int:
+        return self.blocks[0].number
+
+
+class OwnedSsd:
+    """Blocks on SSD in the one process that writes them.
+
+    Invariants:
+        Index and medium hold the same blocks whenever the writer rests and no delete has failed.
+        Queued blocks are queued after their parents.
+
+    Threads: any; commits run in the writer's own thread.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ssd: SsdTier,
+        frame_format: FrameFormat,
+        give_up_leases: Callable[[], None],
+    ) -> None:
+        """Take over an open tier. ``give_up_leases`` is called before anything is evicted."""
+        self.ssd = ssd
+        self.index = PrefixIndex(Lru[Segment]())
+        self._context = context
+        self._format = frame_format
+        self._block_tokens = frame_format.block_tokens
+        self._give_up_leases = give_up_leases
+        self._pending: set[BlockKey] = set()
+        """Keys in the queue: they count as stored for parents and duplicates."""
+        self._uses: dict[BlockKey, int] = {}
+        """Newest logical time of blocks that were used, to be written with the next commit."""
+        self._sticky: set[Segment] = set()
+        """Segments that a lasting pin protects."""
+        self._undeleted: list[BlockKey] = []
+        """Keys that left the index but not yet the medium, because a delete failed."""
+        self._failures = 0
+        self.is_read_only = False
+        self.namespaces: dict[int, dict[str, Any]] = {
+            int(number): json.loads(text) for number, text in ssd.facts("namespace:").items()
+        }
+        self._namespace_ids = {entry["root"]: number for number, entry in self.namespaces.items()}
+        self._rebuild()
+        self._writer: Writer[Ticket] = Writer(self._commit, commit_blocks=ssd.commit_blocks)
+
+    def _rebuild(self) -> None:
+        """Fill the index from the records; delete and count what hangs on nothing."""
+        records = dict(self.ssd.records())
+        orphans = rebuild(self.index, records, self._stick)
+        newest = max((record.sequence for record in records.values()), default=0)
+        self._context.sequence = max(self._context.sequence, newest)
+        if orphans:
+            logger.warning("%d blocks in %s had no parent: deleted", len(orphans), self.ssd.path)
+            self._context.metrics.dropped_blocks["orphan"] += len(orphans)
+            self._delete(orphans)
+
+    # ---- what lookups need; the caller holds the lock ------------------------------------------
+
+    @property
+    def queued_blocks(self) -> int:
+        """Blocks that wait for their commit."""
+        return self._writer.queued_blocks
+
+    def note_use(self, key: BlockKey, tick: int) -> None:
+        """Remember that a request used everything up to ``key``, for the next commit."""
+        self._uses[key] = tick
+
+    def discard(self, prefix: Prefix, number: int) -> None:
+        """Remove a bad block and all that hangs on it."""
+        with self._context.lock:
+            position = self.index.match(prefix.path[: (number + 1) * KEY_BYTES])
+            if position.depth <= number:
+                return
+            segment = self.index.settle(position)
+            keys = self.index.remove_from(Position(segment, segment.blocks - 1, number))
+        self._delete(keys)
+
+    # ---- storing (callers' threads) ------------------------------------------------------------
+
+    def store(
+        self,
+        prefix: Prefix,
+        namespace: Mapping[str, Any],
+        entries: Mapping[str, NDArray[np.uint8]],
+        start: int,
+        *,
+        wait: float,
+        ttl: float | None,
+        is_pinned: bool,
+    ) -> Stored:
+        """Queue the blocks of ``[start, ...)`` that are not known yet."""
+        size = self._block_tokens
+        first, stop = start // size, len(prefix.hashes)
+        expires = NEVER if ttl is None else self._context.wall_clock() + ttl
+        with self._context.lock:
+            known = self._known_blocks(prefix)
+            decided = plan.stores(first, stop, known)
+            self._context.metrics.present_blocks += decided.present
+            amends = self._renew(prefix, min(known, stop), expires, is_pinned=is_pinned)
+        for keys, fields in amends:
+            self._amend(keys, **fields)
+        if decided.store is None:
+            self._context.count_drop("no_parent", decided.orphans)
+            return Stored(min(known, stop) * size, decided.present, decided.orphans)
+        ticket = self._ticket(prefix, namespace, expires, is_pinned=is_pinned)
+        reason = "write_error" if ticket is None else ""
+        deadline = time.monotonic() + wait
+        number = decided.store.start
+        while ticket is not None and number < stop:
+            if self.is_read_only:
+                reason = "write_error"
+                break
+            if not self._writer.wait_for_room(deadline - time.monotonic()):
+                reason = "queue_full"
+                break
+            self._submit(ticket, number, entries, number - first)
+            number += 1
+        self._context.count_drop(reason, stop - number)
+        return Stored(number * size, decided.present, stop - number)
+
+    def _ticket(
+        self, prefix: Prefix, namespace: Mapping[str, Any], expires: float, *, is_pinned: bool
+    ) -> Ticket | None:
+        """Return the ticket of a store call, None if its namespace could not be written down."""
+        try:
+            number = self._namespace_id(prefix.root, namespace)
+        except MEDIUM_ERRORS as error:
+            self._note_write_error(error)
+            return None
+        with self._context.lock:
+            tick = self._context.next_sequence()
+        return Ticket(prefix, number, tick, expires, is_pinned)
+
+    def _namespace_id(self, root: BlockHash, namespace: Mapping[str, Any]) -> int:
+        """Return the number of a namespace, giving it one when it first stores something."""
+        name = root.hex()
+        with self._context.lock:
+            known = self._namespace_ids.get(name)
+            if known is not None:
+                return known
+            number = max(self.namespaces, default=0) + 1
+            entry = {"root": name, **namespace}
+            self.namespaces[number] = entry
+            self._namespace_ids[name] = number
+        self.ssd.set_fact(f"namespace:{number}", json.dumps(entry).encode())
+        return number
+
+    def _known_blocks(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are stored or queued."""
+        known = self.index.match(prefix.path).depth
+        while known < len(prefix.hashes) and prefix.key(known) in self._pending:
+            known += 1
+        return known
+
+    def _renew(
+        self, prefix: Prefix, blocks: int, expires: float, *, is_pinned: bool
+    ) -> list[tuple[list[BlockKey], dict[str, Any]]]:
+        """Make a prefix that is stored again recent, longer-lived, and pinned if asked.
+
+        Returns the records to amend, for when the lock is free.
+        """
+        index = self.index
+        position = index.match(prefix.path[: blocks * KEY_BYTES])
+        if not position.depth:
+            return []
+        segment = index.settle(position)
+        tick = self._context.next_sequence()
+        index.touch(segment, tick)
+        key = prefix.key(position.depth - 1)
+        self.note_use(key, tick)
+        amends: list[tuple[list[BlockKey], dict[str, Any]]] = []
+        renewed = index.renew(segment, expires) if index.expiring else []
+        if renewed:
+            keys = [key for changed in renewed for key in changed.block_keys()]
+            amends.append((keys, {"expires": _stored_expiry(expires)}))
+        if is_pinned and segment not in self._sticky:
+            self._stick(segment)
+            amends.append(([key], {"is_pinned": True}))
+        return amends
+
+    def _stick(self, segment: Segment) -> None:
+        self.index.pin(segment)
+        self._sticky.add(segment)
+
+    def unstick(self, prefix: Prefix) -> None:
+        """Take back every lasting pin on the path of ``prefix``."""
+        keys: list[BlockKey] = []
+        with self._context.lock:
+            node: Segment | None = self.index.match(prefix.path).segment
+            while node is not None:
+                if node in self._sticky:
+                    self._sticky.discard(node)
+                    self.index.unpin(node)
+                    keys += node.block_keys()
+                node = node.parent
+        if keys:
+            self._amend(keys, is_pinned=False)
+
+    def _amend(self, keys: Sequence[BlockKey], **fields: Any) -> None:
+        try:
+            self.ssd.amend(keys, **fields)
+        except MEDIUM_ERRORS as error:
+            self._note_write_error(error)
+
+    def _submit(
+        self, ticket: Ticket, number: int, entries: Mapping[str, NDArray[np.uint8]], block: int
+    ) -> None:
+        """Frame one block outside the lock, then queue it unless another thread was faster."""
+        prefix = ticket.prefix
+        size = self._block_tokens
+        header = Header(
+            block_tokens=size,
+            number=number,
+            namespace_id=ticket.namespace_id,
+            payload_bytes=self._format.payload_bytes,
+            block_hash=prefix.hashes[number],
+            parent_hash=prefix.parent_hash(number),
+            sequence=ticket.tick,
+            has_images=any(
+                image.start < (number + 1) * size and image.stop > number * size
+                for image in prefix.images
+            ),
+        )
+        frame = self._format.encode(header, prefix.block_ids(number), entries, block)
+        parent = BlockKey(header.parent_hash[:KEY_BYTES])
+        queued = QueuedBlock(prefix.key(number), parent, number, frame, ticket)
+        with self._context.lock:
+            if queued.key in self._pending:
+                self._context.metrics.present_blocks += 1
+                return
+            self._pending.add(queued.key)
+            self._writer.submit(queued)
+
+    # ---- committing (writer thread) ------------------------------------------------------------
+
+    def _commit(self, batch: list[QueuedBlock[Ticket]]) -> None:
+        """Write a batch: make room, one transaction, then publish in the index."""
+        lock = self._context.lock
+        try:
+            with lock:
+                runs = self._admit(batch)
+                parents = self._pin_parents(runs)
+                uses, self._uses = self._uses, {}
+            try:
+                self._make_room(runs)
+                if self._put(runs, uses):
+                    self._publish(runs)
+            finally:
+                with lock:
+                    for segment in parents:
+                        self.index.unpin(segment)
+        finally:
+            with lock:
+                self._pending.difference_update(block.key for block in batch)
+
+    def _admit(self, batch: Sequence[QueuedBlock[Ticket]]) -> list[_Run]:
+        """Split a batch into runs, leaving out what is present and what lost its parent."""
+        metrics = self._context.metrics
+        runs: list[_Run] = []
+        staged: set[BlockKey] = set()
+        for _, members in groupby(batch, key=lambda block: id(block.ticket)):
+            blocks = list(members)
+            ticket = blocks[0].ticket
+            depth = self.index.match(
+                ticket.prefix.path[: (blocks[-1].number + 1) * KEY_BYTES]
+            ).depth
+            fresh = [block for block in blocks if block.number >= depth]
+            metrics.present_blocks += len(blocks) - len(fresh)
+            if fresh and fresh[0].number > depth and fresh[0].parent not in staged:
+                metrics.dropped_blocks["no_parent"] += len(fresh)
+            elif fresh:
+                staged.update(block.key for block in fresh)
+                runs.append(_Run(ticket, fresh))
+        self._undeleted = [key for key in self._undeleted if key not in staged]
+        return runs
+
+    def _pin_parents(self, runs: Iterable[_Run]) -> list[Segment]:
+        """Pin what a batch hangs on, so that making room never takes it away."""
+        pinned = []
+        for run in runs:
+            position = self.index.match(run.ticket.prefix.path[: run.first * KEY_BYTES])
+            if position.depth:
+                segment = self.index.settle(position)
+                self.index.pin(segment)
+                pinned.append(segment)
+        return pinned
+
+    def _make_room(self, runs: list[_Run]) -> None:
+        """Evict to the low watermark if the batch would cross the high one; cut what is over."""
+        ssd = self.ssd
+        live = ssd.live_bytes
+        incoming = sum(len(run.blocks) for run in runs) * ssd.block_bytes
+        need = plan.room(live, incoming, ssd.high_bytes, ssd.low_bytes)
+        if need is not None:
+            live -= self._evict(-(-need.bytes // ssd.block_bytes)) * ssd.block_bytes
+        room = max(0, (ssd.high_bytes - live) // ssd.block_bytes)
+        for run in runs:
+            over = max(0, len(run.blocks) - room)
+            del run.blocks[len(run.blocks) - over :]
+            self._context.count_drop("no_room", over)
+            room -= len(run.blocks)
+        runs[:] = [run for run in runs if run.blocks]
+
+    def _evict(self, blocks: int) -> int:
+        """Remove blocks by the policy from index and medium; return how many went."""
+        with self._context.lock:
+            self._give_up_leases()
+            keys = self.index.evict(blocks, self._context.wall_clock())
+            self._context.metrics.evicted_blocks["ssd"] += len(keys)
+        self._delete(keys)
+        return len(keys)
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks that left the index; what fails is tried again with the next delete."""
+        with self._context.lock:
+            due, self._undeleted = [*self._undeleted, *keys], []
+        try:
+            self.ssd.delete(due)
+        except MEDIUM_ERRORS as error:
+            with self._context.lock:
+                self._undeleted = due + self._undeleted
+            self._note_write_error(error)
+
+    def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
+        """Write the runs in one transaction; on a full map free a little and try once more."""
+        puts = [self._as_put(block) for run in runs for block in run.blocks]
+        if not puts and not uses:
+            return True
+        for attempt in (1, 2):
+            try:
+                self.ssd.put(puts, uses)
+            except MEDIUM_ERRORS as error:
+                if attempt == 1 and is_full(error):
+                    self._evict(RETRY_EVICTION_BLOCKS)
+                    continue
+                self._note_write_error(error)
+                self._context.count_drop("write_error", len(puts))
+                return False
+            break
+        self._failures = 0
+        return True
+
+    def _as_put(self, block: QueuedBlock[Ticket]) -> Put:
+        ticket = block.ticket
+        with self._context.lock:
+            sequence = self._context.next_sequence()
+        record = Record(
+            parent=block.parent,
+            number=block.number,
+            namespace_id=ticket.namespace_id,
+            sequence=sequence,
+            expires=_stored_expiry(ticket.expires),
+            frame_bytes=len(block.frame),
+            is_pinned=ticket.is_pinned,
+            head_sum=head_sum(block.frame),
+        )
+        return Put(block.key, record, block.frame)
+
+    def _publish(self, runs: Iterable[_Run]) -> None:
+        """Let lookups see what was committed; take back what lost its parent meanwhile."""
+        orphans: list[BlockKey] = []
+        with self._context.lock:
+            for run in runs:
+                ticket, keys = run.ticket, [block.key for block in run.blocks]
+                position = self.index.match(ticket.prefix.path[: run.first * KEY_BYTES])
+                if position.depth < run.first:
+                    orphans += reversed(keys)
+                    continue
+                segment = self.index.extend(
+                    self.index.settle(position),
+                    b"".join(keys),
+                    now=ticket.tick,
+                    namespace_id=ticket.namespace_id,
+                    expires=ticket.expires,
+                )
+                if ticket.is_pinned and segment not in self._sticky:
+                    self._stick(segment)
+                self._context.metrics.stored_blocks += len(keys)
+        if orphans:
+            self._context.count_drop("no_parent", len(orphans))
+            self._delete(orphans)
+
+    def _note_write_error(self, error: BaseException) -> None:
+        metrics, path = self._context.metrics, self.ssd.path
+        with self._context.lock:
+            metrics.write_errors += 1
+            self._failures += 1
+            metrics.say_once("write", "a write to %s failed: %s", path, error)
+            if self._failures >= WRITE_ERRORS_TO_READ_ONLY and not self.is_read_only:
+                self.is_read_only = True
+                message = (
+                    "%d writes to %s failed in a row (%s): nothing is stored until it is reopened"
+                )
+                logger.error(message, self._failures, path, error)
+
+    # ---- maintenance ---------------------------------------------------------------------------
+
+    def clear(self, root: BlockHash) -> int:
+        """Remove every block of one namespace; return how many went."""
+        number = self._namespace_ids.get(root.hex())
+        if number is None:
+            return 0
+        self.flush()
+        with self._context.lock:
+            keys = self.index.remove_namespace(number)
+            self._sticky = {segment for segment in self._sticky if segment.is_live}
+        self._delete(keys)
+        return len(keys)
+
+    def flush(self) -> None:
+        """Return when every block accepted before survives power loss.
+
+        Raises:
+            StoreError: if the writer failed or the medium cannot be synced.
+        """
+        self._writer.drain()
+        failure, self._writer.failure = self._writer.failure, None
+        if failure is not None:
+            msg = f"the writer of {self.ssd.path} failed: {failure!r}"
+            raise StoreError(msg) from failure
+        with self._context.lock:
+            uses, self._uses = self._uses, {}
+        try:
+            if uses:
+                self.ssd.put([], uses)
+            self.ssd.sync()
+        except MEDIUM_ERRORS as error:
+            self._note_write_error(error)
+            msg = f"{self.ssd.path} cannot be synced: {error}; blocks stored lately may be lost"
+            raise StoreError(msg) from error
+
+    def close(self) -> None:
+        """Commit what waits and stop the writer."""
+        try:
+            self.flush()
+        finally:
+            self._writer.close()
+
+    def namespace_counts(self) -> list[dict[str, Any]]:
+        """Return the namespaces with the blocks that each holds."""
+        counts = self.index.namespace_blocks()
+        return [
+            {"id": number, "blocks": counts.get(number, 0), **entry}
+            for number, entry in sorted(self.namespaces.items())
+        ]
+
+    @property
+    def alarms(self) -> list[str]:
+        """Sentences about what an operator should look at."""
+        found = []
+        if self.is_read_only:
+            found.append(
+                f"writes to {self.ssd.path} failed: nothing is stored until it is reopened"
+            )
+        if self._writer.failure is not None:
+            found.append(f"the writer failed: {self._writer.failure!r}")
+        return found
+
+
+def _stored_expiry(expires: float) -> float:
+    """Return an expiry as records hold it: 0 for never."""
+    return 0.0 if expires == NEVER else expires

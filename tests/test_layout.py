@@ -1,0 +1,491 @@
+"""Layouts: bytes and lifetimes of known models, configs as they are found, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.layout import FORMATS, PRESETS, LayerGroup, Layout, Lifetime, from_config, layout
+from tests.builders import FORMAT_UNITS, mixed_layout, windowed_layout
+
+V41 = layout("deepseek-v4.1-flash")
+V41_CONFIG = PRESETS["deepseek-v4.1-flash"]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float16",
+}
+
+
+def changed(config: Any, **fields: Any) -> dict[str, Any]:
+    return {**config, **fields}
+
+
+def without(config: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def refusal(config: Any, **options: Any) -> str:
+    with pytest.raises(kvstore.ConfigError) as caught:
+        layout(config, **options)
+    return str(caught.value)
+
+
+# ---- DeepSeek-V4.1 -----------------------------------------------------------------------------
+
+
+def test_v41_costs_exactly_890_bytes_a_token() -> None:
+    assert V41.bytes_per_token == Fraction(890)
+    assert isinstance(V41.bytes_per_token, Fraction)
+    assert V41.bytes_per_token * 1_048_576 == 890 * 2**20
+    assert V41.bytes_per_token * 128 == 113_920
+
+
+def test_v41_groups_are_those_of_the_specification() -> None:
+    facts = {
+        group.name: (
+            group.layers,
+            group.tokens_per_entry,
+            group.entry_bytes,
+            group.planes,
+            group.lifetime,
+        )
+        for group in V41.groups
+    }
+    assert facts == {
+        "main_r2": ((2, 8, 14), 2, 288, (256, 32), Lifetime.GLOBAL),
+        "index_r2": ((2, 8, 14), 2, 68, (64, 4), Lifetime.GLOBAL),
+        "main_r1": ((20,), 1, 288, (256, 32), Lifetime.GLOBAL),
+        "index_r1": ((20,), 1, 68, (64, 4), Lifetime.GLOBAL),
+        "window": (tuple(range(20)), 1, 528, (512, 16), Lifetime.WINDOW),
+        "decoder_window": (tuple(range(20, 40)), 1, 528, (512, 16), Lifetime.TRANSIENT),
+        "pair_ring": ((2, 8, 14), 1, 4096, (4096,), Lifetime.TRANSIENT),
+        "draft": ((40, 41, 42), 1, 1024, (1024,), Lifetime.TRANSIENT),
+    }
+
+
+def test_v41_formats_and_scale_rules_are_those_of_the_specification() -> None:
+    assert [(g.entry_format, g.scale_rule) for g in V41.global_groups] == [
+        ("nvfp4", "v41"),
+        ("mxfp4", "rceil"),
+        ("nvfp4", "v41"),
+        ("mxfp4", "rceil"),
+    ]
+
+
+def test_v41_bytes_split_by_owner_and_by_kind_as_the_specification_says() -> None:
+    share = {group.name: group.bytes_per_token for group in V41.global_groups}
+    assert share["main_r2"] + share["index_r2"] == 534
+    assert share["main_r1"] + share["index_r1"] == 356
+    assert share["main_r2"] + share["main_r1"] == 720
+    assert share["index_r2"] + share["index_r1"] == 170
+
+
+def test_v41_windows_are_pooled_for_the_encoder_only() -> None:
+    assert V41.window_tokens == 128
+    assert V41.window_bytes == 1_351_680
+    assert [group.name for group in V41.window_groups] == ["window"]
+    assert V41.alignment == 2
+
+
+def test_v41_has_fixed_formats() -> None:
+    assert "fixed entry formats" in refusal("deepseek-v4.1-flash", dtype="bfloat16")
+    assert "fixed entry formats" in refusal(V41_CONFIG, dtype="bfloat16")
+    assert "fixed entry formats" in refusal({"text_config": V41_CONFIG}, dtype={"k": "bf16"})
+
+
+def test_v41_is_read_from_inside_a_multi_modal_config() -> None:
+    config = {"model_type": "deepseek_v41", "text_config": V41_CONFIG, "vision_config": {}}
+    assert layout(config).groups == V41.groups
+
+
+def test_v41_without_drafts_or_pairs_has_no_such_groups() -> None:
+    plain = layout(
+        changed(
+            without(V41_CONFIG, "num_nextn_predict_layers"),
+            compress_ratios=[0, 0] + [1] * 38,
+        )
+    )
+    assert [group.name for group in plain.groups] == [
+        "main_r1",
+        "index_r1",
+        "window",
+        "decoder_window",
+    ]
+    assert plain.alignment == 1
+    assert plain.bytes_per_token == 4 * 356
+
+
+def test_v41_ratios_of_any_size_align_to_their_least_common_multiple() -> None:
+    ratios = [0, 0] + [4] * 6 + [6] * 6 + [1] * 26
+    assert layout(changed(V41_CONFIG, compress_ratios=ratios)).alignment == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compress_ratios": [0, 0, 2]}, "40 layers .* found 3 ratios"),
+        ({"compress_ratios": None}, "compress_ratios must be a list of integers, found None"),
+        ({"compress_ratios": "22"}, "compress_ratios must be a list of integers, found '22'"),
+        ({"compress_ratios": [2.0] * 40}, "compress_ratios must be a list of integers"),
+        ({"compress_ratios": [True] * 40}, "compress_ratios must be a list of integers"),
+        ({"compress_ratios": [0] * 40}, "at least 1, found 0"),
+        ({"compress_ratios": [-2] * 40}, "at least 1, found -2"),
+        ({"kv_source_layer_ids": []}, r"sources \[\]"),
+        ({"kv_source_layer_ids": [2, 40]}, r"sources \[2, 40\]"),
+        ({"kv_source_layer_ids": [-1, 20]}, r"sources \[-1, 20\]"),
+        ({"kv_source_layer_ids": [8, 2]}, "ascending"),
+        ({"kv_source_layer_ids": [2, 2]}, "distinct"),
+        ({"kv_source_layer_ids": [0], "compress_ratios": [1] * 40}, "window.*layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, found 0"),
+        ({"head_dim": "512"}, "head_dim must be a positive integer, found '512'"),
+        ({"head_dim": True}, "head_dim must be a positive integer, found True"),
+        ({"head_dim": 500}, "nvfp4 packs 16 values at a time, an entry of 500"),
+        ({"index_head_dim": 48}, "mxfp4 packs 32 values at a time, an entry of 48"),
+        ({"index_head_dim": None}, "index_head_dim must be a positive integer, found None"),
+        ({"sliding_window": None}, "sliding_window must be a positive integer, found None"),
+        ({"num_nextn_predict_layers": -3}, "num_nextn_predict_layers must be .* found -3"),
+        ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers must be .* found 'x'"),
+        ({"num_nextn_predict_layers": [3]}, r"num_nextn_predict_layers must be .* found \[3\]"),
+    ],
+)
+def test_an_odd_v41_config_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+    assert re.search(message, refusal(changed(V41_CONFIG, **fields)))
+
+
+# ---- dense models ------------------------------------------------------------------------------
+
+
+def test_smollm2_costs_23040_bytes_a_token() -> None:
+    smollm2 = layout("smollm2-135m")
+    assert smollm2.bytes_per_token == 23_040
+    facts = [(g.name, len(g.layers), g.values, g.entry_bytes) for g in smollm2.groups]
+    assert facts == [("k", 30, 192, 384), ("v", 30, 192, 384)]
+    assert {group.lifetime for group in smollm2.groups} == {Lifetime.GLOBAL}
+    assert (smollm2.alignment, smollm2.window_tokens, smollm2.window_bytes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"),
+    [
+        ("bfloat16", 384),
+        ("bf16", 384),
+        ("torch.bfloat16", 384),
+        ("float16", 384),
+        ("f16", 384),
+        ("float32", 768),
+        ("f32", 768),
+        ("uint8", 192),
+        ("u8", 192),
+        ("nvfp4", 96 + 12),
+        ("mxfp4", 96 + 6),
+        ("mxfp8", 192 + 6),
+    ],
+)
+def test_one_dtype_is_for_both_groups(dtype: str, each: int) -> None:
+    chosen = layout("smollm2-135m", dtype=dtype)
+    assert [group.entry_bytes for group in chosen.groups] == [each, each]
+
+
+def test_a_dtype_for_each_group_keeps_them_apart() -> None:
+    chosen = layout("smollm2-135m", dtype={"v": "nvfp4", "k": "bfloat16"})
+    assert [(g.name, g.entry_format, g.scale_rule) for g in chosen.groups] == [
+        ("k", "bf16", ""),
+        ("v", "nvfp4", "v41"),
+    ]
+    assert chosen.bytes_per_token == 30 * (384 + 108)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("int4", r"unknown dtype 'int4', expected one of u8, .*bfloat16"),
+        ("", "unknown dtype ''"),
+        ({"k": "bf16"}, r"\['k'\], .* exactly k and v"),
+        ({"k": "bf16", "v": "bf16", "q": "bf16"}, r"\['k', 'q', 'v'\]"),
+        ({}, r"\[\]"),
+        ({"k": "bf16", "v": 4}, "unknown dtype '4'"),
+        ({"k": "bf16", "v": "fp4"}, "unknown dtype 'fp4'"),
+    ],
+)
+def test_an_unknown_dtype_is_refused(dtype: Any, message: str) -> None:
+    assert re.search(message, refusal("smollm2-135m", dtype=dtype))
+
+
+def test_a_format_that_cannot_pack_the_heads_is_refused() -> None:
+    odd = changed(LLAMA, hidden_size=24)
+    assert "mxfp4 packs 32 values at a time, an entry of 6" in refusal(odd, dtype="mxfp4")
+
+
+def test_a_config_may_be_a_mapping_a_file_or_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    expected = layout(LLAMA)
+    assert expected.bytes_per_token == 4 * 2 * 16 * 2
+    assert layout(path) == layout(str(path)) == layout(tmp_path) == layout(str(tmp_path))
+    assert layout(path) == expected
+    assert layout(path).fingerprint == expected.fingerprint
+    assert layout(path, dtype="f32").bytes_per_token == 2 * expected.bytes_per_token
+
+
+def test_head_dim_is_taken_from_the_config_where_it_has_one() -> None:
+    assert layout(LLAMA).group("k").values == 2 * 8
+    assert layout(changed(LLAMA, head_dim=32)).group("k").values == 2 * 32
+    assert layout(changed(LLAMA, head_dim=None)).group("k").values == 2 * 8
+
+
+def test_hidden_size_is_not_needed_beside_head_dim() -> None:
+    assert layout(changed(without(LLAMA, "hidden_size"), head_dim=32)).group("v").values == 64
+
+
+def test_a_model_without_grouped_heads_caches_all_of_them() -> None:
+    assert layout(without(LLAMA, "num_key_value_heads")).group("k").values == 64
+    assert layout(changed(LLAMA, num_key_value_heads=None)).group("k").values == 64
+
+
+def test_dtype_is_found_under_either_name_and_is_bf16_without() -> None:
+    assert layout(LLAMA).group("k").entry_format == "f16"
+    assert layout(changed(LLAMA, dtype="float32")).group("k").entry_format == "f32"
+    assert layout(without(LLAMA, "torch_dtype")).group("k").entry_format == "bf16"
+    assert layout(changed(LLAMA, torch_dtype=None)).group("k").entry_format == "bf16"
+
+
+def test_a_text_config_inside_a_multi_modal_config_is_what_counts() -> None:
+    config = {"model_type": "llava", "hidden_size": 9999, "text_config": LLAMA}
+    assert layout(config).groups == layout(LLAMA).groups
+
+
+def test_a_text_config_without_a_dtype_has_that_of_the_whole_model() -> None:
+    """Multi-modal configs name the dtype once, outside."""
+    text = without(LLAMA, "torch_dtype")
+    for name in ("torch_dtype", "dtype"):
+        config = {"model_type": "llava", name: "float32", "text_config": text}
+        assert layout(config).group("k").entry_format == "f32"
+    both = {"model_type": "llava", "torch_dtype": "float32", "text_config": LLAMA}
+    assert layout(both).group("k").entry_format == "f16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_lora_rank": 512}, r"'llama' uses latent attention \(MLA\) \(kv_lora_rank\)"),
+        ({"compress_ratios": [4] * 4}, "compressed attention"),
+        ({"linear_num_key_heads": 4}, "linear attention"),
+        ({"ssm_state_size": 16}, "state-space layers"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"linear_attn_config": {"x": 1}}, "linear_attn_config"),
+        ({"hybrid_override_pattern": "M*M-"}, "hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size"),
+        ({"cross_attention_layers": [3]}, "cross_attention_layers"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"multi_query": True}, "multi_query"),
+        ({"sliding_window": 4096}, "sliding window of 4096, expected dense attention"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding window of 4096"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            r"mixes layer types \['full_attention', 'sliding_attention'\], expected full_attention",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list"),
+        ({"layer_types": ["full_attention", 1, None, []]}, "layer types"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, found None"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers must be a positive integer, found 4.0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, found 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a positive integer, found -2"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, found '64'"),
+        ({"hidden_size": 4}, "head_dim must be a positive integer, found 0"),
+        ({"torch_dtype": "float8_e4m3fn"}, "unknown dtype 'float8_e4m3fn'"),
+    ],
+)
+def test_a_config_of_another_kind_is_refused(fields: dict[str, Any], message: str) -> None:
+    assert re.search(message, refusal(changed(LLAMA, **fields)))
+
+
+def test_a_switched_off_window_is_no_window() -> None:
+    dense = layout(changed(LLAMA, sliding_window=4096, use_sliding_window=False))
+    assert dense.groups == layout(LLAMA).groups
+    listed = layout(changed(LLAMA, sliding_window=4096, layer_types=["full_attention"] * 4))
+    assert listed.groups == dense.groups
+    assert layout(changed(LLAMA, sliding_window=None)).groups == dense.groups
+
+
+def test_fields_that_say_no_change_nothing() -> None:
+    off = {"kv_lora_rank": None, "ssm_state_size": 0, "is_encoder_decoder": False}
+    off |= {"cross_attention_layers": None, "num_kv_shared_layers": 0}
+    assert layout(changed(LLAMA, **off)).groups == layout(LLAMA).groups
+
+
+# ---- sources that are none ---------------------------------------------------------------------
+
+
+def test_an_unknown_preset_is_refused_and_the_known_ones_are_named() -> None:
+    message = refusal("gpt-9")
+    assert "'gpt-9'" in message
+    assert all(name in message for name in PRESETS)
+
+
+@pytest.mark.parametrize("source", ["", "x" * 5000, json.dumps(LLAMA) * 20, "a\0b"])
+def test_text_that_is_no_path_is_refused(source: str) -> None:
+    if source:
+        assert "is neither a preset" in refusal(source)
+    else:
+        refusal(source)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    assert "config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not a readable JSON file"),
+        (b"", "is not a readable JSON file"),
+        (b"\xff\xfe{}", "is not a readable JSON file"),
+        (b"[1]", "holds a JSON list, expected an object"),
+        (b"null", "holds a JSON NoneType, expected an object"),
+        (b"{}", "num_attention_heads must be a positive integer, found None"),
+        (b'{"text_config": []}', "text_config must be an object, found list"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert message in refusal(path)
+
+
+# ---- fingerprints and the values themselves ----------------------------------------------------
+
+
+def test_the_fingerprint_depends_on_global_groups_alone() -> None:
+    base = windowed_layout()
+    kept, *windows = base.groups
+    extra = LayerGroup(
+        name="extra", layers=(0,), values=1, entry_format="u8", lifetime=Lifetime.TRANSIENT
+    )
+    same = [
+        replace(base, model="another label"),
+        replace(base, window_tokens=99),
+        replace(base, groups=(kept, replace(windows[0], values=9))),
+        replace(base, groups=(kept,), window_tokens=0),
+        replace(base, groups=(extra, *base.groups)),
+    ]
+    assert {each.fingerprint for each in same} == {base.fingerprint}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "renamed"},
+        {"layers": (1,)},
+        {"layers": (0, 1)},
+        {"values": 32},
+        {"entry_format": "mxfp4"},
+        {"tokens_per_entry": 2},
+        {"scale_rule": "torchao"},
+    ],
+    ids=str,
+)
+def test_every_field_of_a_global_group_changes_the_fingerprint(fields: dict[str, Any]) -> None:
+    group = LayerGroup(name="g", layers=(0,), values=64, entry_format="nvfp4")
+    other = {"scale_rule": ""} | fields if "entry_format" in fields else fields
+    before = Layout(model="m", groups=(group,))
+    after = Layout(model="m", groups=(replace(group, **other),))
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_copy_with_other_groups_has_its_own_fingerprint() -> None:
+    base = windowed_layout()
+    other = replace(base, groups=(replace(base.groups[0], values=2), *base.groups[1:]))
+    assert other.fingerprint != base.fingerprint
+    assert base.fingerprint == windowed_layout().fingerprint
+
+
+def test_the_fingerprints_of_presets_never_drift() -> None:
+    """A store on disk carries one: when it changes, every store of that model is refused."""
+    assert V41.fingerprint == "fb6ffb64027a184125f5de53630043f2e2d76227803f50a360af2b81db547f17"
+    assert layout("smollm2-135m").fingerprint == (
+        "58266ae0c4878e6744344040a315b6b28cec7f4985c1206a36d6bdbc592d971b"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_refuses_what_it_cannot_pack(name: str) -> None:
+    unit = FORMAT_UNITS[name]
+    LayerGroup(name="g", layers=(0,), values=3 * unit, entry_format=name)
+    if unit > 1:
+        with pytest.raises(kvstore.ConfigError, match=f"{name} packs {unit} values at a time"):
+            LayerGroup(name="g", layers=(0,), values=3 * unit + unit // 2, entry_format=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": ()}, r"not empty, found \(\)"),
+        ({"layers": (2, 1)}, r"ascending and not empty, found \(2, 1\)"),
+        ({"layers": (1, 1)}, r"distinct.* found \(1, 1\)"),
+        ({"layers": (-1, 1)}, r"found \(-1, 1\)"),
+        ({"values": 0}, "at least 1, found 1 and 0"),
+        ({"tokens_per_entry": 0}, "at least 1, found 0 and 32"),
+        ({"entry_format": "fp5"}, "unknown entry format 'fp5', expected one of u8"),
+        ({"scale_rule": "even"}, "nvfp4 has no scale rule 'even', expected one of v41, torchao"),
+        ({"entry_format": "bf16", "scale_rule": "v41"}, "bf16 has no scale rule 'v41'"),
+    ],
+)
+def test_a_group_that_could_not_be_stored_is_refused(fields: dict[str, Any], message: str) -> None:
+    facts: dict[str, Any] = {"name": "g", "layers": (0,), "values": 32, "entry_format": "nvfp4"}
+    with pytest.raises(kvstore.ConfigError, match=message):
+        LayerGroup(**(facts | fields))
+
+
+def test_a_layout_that_no_cache_could_hold_is_refused() -> None:
+    base = windowed_layout()
+    kept, *windows = base.groups
+    for groups, window_tokens, message in [
+        ((kept, kept), 0, "distinct, found"),
+        ((), 0, "no GLOBAL group"),
+        (tuple(windows), 8, "no GLOBAL group"),
+        ((kept, *windows), 0, "window_tokens is 0 with 2 WINDOW groups"),
+        ((kept,), 8, "window_tokens is 8 with 0 WINDOW groups"),
+        ((kept, *windows), -1, "window_tokens is -1 with 2"),
+        ((kept,), -1, "window_tokens is -1 with 0"),
+    ]:
+        with pytest.raises(kvstore.ConfigError, match=message):
+            Layout(model="m", groups=groups, window_tokens=window_tokens)
+
+
+def test_a_group_is_found_by_name_and_the_names_are_told() -> None:
+    mixed = mixed_layout()
+    assert mixed.group("pairs").layers == (2, 4)
+    with pytest.raises(ValueError, match="no group 'pears', expected one of coarse, fine"):
+        mixed.group("pears")
+
+
+def test_bytes_of_a_mixed_layout_add_up() -> None:
+    mixed = mixed_layout()
+    shares = [Fraction(2 * 17, 4), Fraction(3 * 9), Fraction(2 * 6, 4), Fraction(2 * 5, 2)]
+    assert [group.bytes_per_token for group in mixed.groups] == shares
+    assert mixed.bytes_per_token == sum(shares)
+    assert mixed.alignment == 4
+
+
+def test_a_config_and_its_layout_agree_whichever_function_reads_it() -> None:
+    assert from_config(LLAMA) == layout(LLAMA)
+
+
+def test_every_preset_is_a_layout() -> None:
+    assert all(layout(name).model == name for name in PRESETS)
