@@ -39,6 +39,7 @@ app = App(
     exit_on_error=False,
     print_error=False,
     help_on_error=False,
+    suppress_keyboard_interrupt=False,
 )
 
 

@@ -232,9 +232,7 @@ def test_a_cache_of_another_shape_is_refused(tmp_path: Path) -> None:
     other = model_layout(tiny_model(num_hidden_layers=2))
     with (
         open_cache(tmp_path, other) as cache,
-        pytest.raises(
-            LayoutMismatch, match=r"found groups k \(2 layers of 32\).* expected k \(3"
-        ),
+        pytest.raises(LayoutMismatch, match=r"found groups k \(2 layers of 32\).* expected k \(3"),
     ):
         TransformersAdapter(tiny_model(), cache)
 
