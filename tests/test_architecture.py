@@ -100,7 +100,12 @@ def test_the_public_names_are_exactly_those_listed() -> None:
 def test_a_module_says_what_it_is_and_stays_clear_of_what_is_unsafe(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "no docstring"
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert names.isdisjoint({"pickle", "marshal", "shelve", "dill", "cloudpickle", "socket"})
     for node in ast.walk(tree):
