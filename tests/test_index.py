@@ -456,7 +456,7 @@ def test_equals_shrink_together_one_block_at_a_time() -> None:
     put(index, [1, 2, 3, 4, 5], 7)
     put(index, [6, 7, 8], 7)
     places = cut(path_of([1, 2, 3, 4, 5])) + cut(path_of([6, 7, 8]))
-    depths = [(places.index(index.evict(1).keys[0]) % 5) + 1 for _ in places]
+    depths = [(places.index(index.evict(1)[0]) % 5) + 1 for _ in places]
     assert depths == [5, 4, 3, 3, 2, 2, 1, 1]
 
 

@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parent
 
 CASES: dict[str, tuple[Layout, int, str | None]] = {
     "tiny-2": (tiny_layout(), 2, None),
+    "tiny-2-images": (tiny_layout(), 2, None),
     "mixed-4": (mixed_layout(), 4, None),
     "mixed-256": (mixed_layout(), 256, None),
     "deepseek-v4.1-flash-2": (kvstore.layout("deepseek-v4.1-flash"), 2, "deepseek-v4.1-flash"),
@@ -52,6 +53,7 @@ def make(name: str, layout: Layout, block_tokens: int, preset: str | None) -> No
         block_hash=BlockHash(hashlib.sha256(name.encode()).digest()),
         parent_hash=BlockHash(hashlib.sha256(b"parent of " + name.encode()).digest()),
         sequence=1_000_000_007,
+        has_images=name.endswith("-images"),
     )
     entries = {
         group.name: pattern(
@@ -84,6 +86,7 @@ def make(name: str, layout: Layout, block_tokens: int, preset: str | None) -> No
             "block_hash": header.block_hash.hex(),
             "parent_hash": header.parent_hash.hex(),
             "sequence": header.sequence,
+            "has_images": header.has_images,
         },
         "tokens": tokens.tolist(),
         "entries": {
