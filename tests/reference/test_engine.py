@@ -7,6 +7,7 @@ global entries of the suffix are byte-equal to a cold run's; logits are equal ex
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import tempfile
@@ -306,31 +307,27 @@ def test_the_hook_rebuilds_many_windows_in_one_pass_as_it_would_each_alone(
     tmp_path: Path,
 ) -> None:
     prompts = [prompt_tokens(length, seed=length) for length in (33, 70, 100)]
-    with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache)
-        cold_engine = ReferenceEngine(SMALL)
-        for prompt in prompts:
-            cache.store(prompt, cold_engine.prefill(prompt).entries)
-        cache.flush()
-        requests = []
-        for prompt in prompts:
-            with cache.lookup(prompt) as match:
-                requests.append(
-                    kvstore.ReplayRequest(
-                        start=match.replay_start,
-                        stop=match.hit_tokens,
-                        read_floor=match.read_floor,
-                        write_floor=match.write_floor,
-                        window_write_floor=match.window_write_floor,
-                        tokens=prompt,
-                        pages=cache.load(match),
-                    )
-                )
-        together = engine.replay_hook(requests)
-        alone = [engine.replay_hook([request])[0] for request in requests]
-        for request in requests:
-            request.pages.release()
+    batches: list[list[kvstore.ReplayRequest]] = []
 
+    def hook(requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
+        batches.append(requests)
+        return engine.replay_hook(requests)
+
+    with (
+        open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache,
+        contextlib.ExitStack() as held,
+    ):
+        engine = ReferenceEngine(SMALL, cache)
+        for prompt in prompts:
+            cache.store(prompt, ReferenceEngine(SMALL).prefill(prompt).entries)
+        cache.flush()
+        matches = [held.enter_context(cache.lookup(prompt)) for prompt in prompts]
+        for match in matches:
+            held.enter_context(cache.load(match))
+        together = cache.windows([(match, hook) for match in matches])
+        alone = [engine.replay_hook([request])[0] for request in batches[0]]
+
+    assert [len(batch) for batch in batches] == [3]
     assert [(s.start, s.stop) for s in together] == [(16, 32), (48, 64), (80, 96)]
     for one, other in zip(together, alone, strict=True):
         assert one.source == "replay"
