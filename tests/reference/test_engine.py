@@ -54,11 +54,10 @@ def cold(length: int) -> Result:
 def warm_engine(
     cache: kvstore.PrefixCache,
     *,
-    window_rows: int = W,
     replay: Literal["fold", "hook"] = "fold",
     restore: Literal["read", "pages"] = "read",
 ) -> ReferenceEngine:
-    return ReferenceEngine(CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore)
+    return ReferenceEngine(CONFIG, cache, replay=replay, restore=restore)
 
 
 @functools.cache
@@ -69,7 +68,7 @@ def left_behind(hit: int) -> tuple[kvstore.Entries, kvstore.WindowSnapshot]:
         tempfile.TemporaryDirectory() as folder,
         open_cache(Path(folder), CONFIG, window_rows=rows) as cache,
     ):
-        warm_engine(cache, window_rows=rows).prefill(TOKENS[: hit + 1])
+        warm_engine(cache).prefill(TOKENS[: hit + 1])
         cache.flush()
         with cache.lookup(TOKENS[: hit + 1]) as match:
             return cache.read(match), cache.window(match)
@@ -94,7 +93,7 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG, window_rows=window_rows) as cache:
         fill(cache, HIT, window=True)
-        warm = warm_engine(cache, window_rows=window_rows).prefill(TOKENS[: HIT + suffix])
+        warm = warm_engine(cache).prefill(TOKENS[: HIT + suffix])
 
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (HIT, "pool", 0)
     assert warm.encoder_rows == max(suffix, W)
@@ -256,7 +255,7 @@ def test_no_cold_result_depends_on_where_prefill_is_cut(cuts: Sequence[int]) -> 
 def test_an_exact_repeat_finds_the_window_that_ends_where_it_hits(tmp_path: Path) -> None:
     for length, hit in ((HIT, HIT - BLOCK), (HIT + 50, HIT)):
         with open_cache(tmp_path / str(length), CONFIG, window_rows=2 * W - 2) as cache:
-            engine = warm_engine(cache, window_rows=2 * W - 2)
+            engine = warm_engine(cache)
             first = engine.prefill(TOKENS[:length])
             cache.flush()
             again = engine.prefill(TOKENS[:length])
@@ -273,7 +272,7 @@ def test_the_next_turn_continues_from_the_end_of_output_as_a_cold_run_would(
     rows = 2 * SMALL.sliding_window - 2
     tokens = TOKENS[:50]
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
+        engine = ReferenceEngine(SMALL, cache)
         turn = engine.generate(tokens, 60)
         cache.flush()
         conversation = np.concatenate([tokens, np.array(turn.new_tokens, np.uint32), TOKENS[50:60]])
@@ -294,7 +293,7 @@ def test_generation_is_greedy_and_the_same_warm_and_cold(tmp_path: Path) -> None
     assert len(expected.new_tokens) == 12
     assert len(set(expected.new_tokens)) > 3
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
+        engine = ReferenceEngine(SMALL, cache)
         first = engine.generate(tokens, 12)
         cache.flush()
         again = engine.generate(tokens, 12)
