@@ -1,5 +1,6 @@
 """A KV-cache store for LLM inference that knows what each byte of a model's cache is for."""
 
+from kvstore import fp4
 from kvstore.assembly import PrefixCache
 from kvstore.cache import Entries, Match, Pages, Stored
 from kvstore.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "StoreError",
     "Stored",
     "WindowSnapshot",
+    "fp4",
     "layout",
     "weights_digest",
 ]

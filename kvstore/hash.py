@@ -129,10 +129,8 @@ def block_hashes(
     digests: list[BlockHash] = []
     parent: bytes = root
     for number in range(len(tokens) // block_tokens):
-        digest = sha256(head + parent)
-        digest.update(data[number * stride : (number + 1) * stride])
-        digest.update(tails.get(number, no_images))
-        parent = digest.digest()
+        ids = data[number * stride : (number + 1) * stride]
+        parent = sha256(head + parent + ids + tails.get(number, no_images)).digest()
         digests.append(BlockHash(parent))
     return digests
 

@@ -278,7 +278,7 @@ def test_a_frame_of_another_format_version_is_no_frame() -> None:
 
 def test_a_frame_with_unknown_flags_is_no_frame() -> None:
     frames, frame, tokens, _ = made_frame(tiny_layout(), 2)
-    frame[6] = 1
+    frame[6] = 2
     frame[104:112] = frames._head_sum(memoryview(frame)).to_bytes(8, "little")
     assert fault(frames, frame, tokens) == "header"
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.plan import (
+    Evict,
     Floors,
     Load,
-    Evict,
     Replay,
     Store,
     StorePlan,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +34,8 @@ CHUNK_TOKENS = 512
 
 Tokens = Sequence[int] | NDArray[np.integer]
 WindowSource = Literal["pool", "replay", "none"]
+Stage = Literal["lookup", "read", "restore", "forward"]
+"""The stages of a prefill, in order. The first three are missing without a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,13 @@ class ReferenceEngine:
         window_rows: int | None = None,
         replay: Literal["fold", "hook"] = "fold",
         restore: Literal["read", "pages"] = "read",
+        on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
         """Make the model that belongs to ``seed``.
 
         ``window_rows`` is how many rows a snapshot holds at most: 2 W - 2 by default, with which
         whatever follows a pooled window is exact. The cache keeps no more than it was opened for.
+        ``on_stage`` is called with the name of each stage of a prefill when it ends.
         """
         self.config = config
         self.cache = cache
@@ -118,6 +122,7 @@ class ReferenceEngine:
         self._window_rows = window_rows or 2 * config.sliding_window - 2
         self._replay = replay
         self._restore = restore
+        self._on_stage = on_stage
 
     def prefill(self, tokens: Tokens, *, chunks: Iterable[int] | None = None) -> Result:
         """Run a prompt; keep what it computed.
@@ -197,6 +202,7 @@ class ReferenceEngine:
         last_rows = [Chunk(run.state, run.state.decoder_floor, len(prompt))]
         run.logits = self.model.decode(tail, last_rows)[-1]
         run.encoder_rows += len(prompt) - run.state.floors.start
+        self._end("forward")
         self._publish(run, len(prompt))
         return run
 
@@ -209,6 +215,7 @@ class ReferenceEngine:
             floors = Floors.replay(0, self.config.sliding_window)
             return _Run(self._state(tokens, floors, prompt), tokens)
         with self.cache.lookup(tokens[:prompt]) as match:
+            self._end("lookup")
             # Reading and loading shorten the match where a block turns out to be lost.
             entries, pages, snapshot = None, None, None
             if match.hit_tokens and self._restore == "read":
@@ -216,6 +223,7 @@ class ReferenceEngine:
             if match.hit_tokens and (self._restore == "pages" or self._replay == "hook"):
                 pages = self.cache.load(match)
                 held.callback(pages.release)
+            self._end("read")
             if match.window_hit or (match.hit_tokens and self._replay == "hook"):
                 snapshot = self.cache.window(match, self.replay_hook)
             hit = match.hit_tokens
@@ -234,7 +242,12 @@ class ReferenceEngine:
             run.window_source = "replay"
             run.replay_tokens = hit - floors.read_floor
             run.encoder_rows = run.replay_tokens if snapshot is not None else 0
+        self._end("restore")
         return run
+
+    def _end(self, stage: Stage) -> None:
+        if self._on_stage is not None:
+            self._on_stage(stage)
 
     def _floors(
         self, match: kvstore.Match, snapshot: kvstore.WindowSnapshot | None, prompt: int

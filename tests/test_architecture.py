@@ -1,0 +1,127 @@
+"""What no single module can promise: layers, weight of imports, names, and what never appears."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvstore
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(path for path in (ROOT / "kvstore").rglob("*.py"))
+LINT = Path(sys.executable).with_name("lint-imports")
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["kvstore", "kvstore.cli", "kvstore.admin", "kvstore.fp4"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    assert run_python(f"import {module}, sys; print('torch' in sys.modules)") == "False"
+
+
+def test_a_store_and_a_read_need_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from tests.stores import *
+tokens = tokens_of(3 * BLOCK)
+with open_cache(Path({str(tmp_path / "s")!r}), WINDOWED) as cache:
+    cache.store(tokens, entries_of(WINDOWED, tokens)); cache.flush()
+    with cache.lookup(tokens) as match:
+        cache.read(match)
+print('torch' in sys.modules)
+"""
+    assert run_python(code) == "False"
+
+
+def lint(root: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [LINT, "--no-cache", "--config", "pyproject.toml"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_every_import_points_down(tmp_path: Path) -> None:
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("plan.py", "import kvstore.tier.ssd", "Data flows one way"),
+        ("plan.py", "import time", "What decides touches no medium"),
+        ("index.py", "import kvstore.window", "Data flows one way"),
+        ("cache/scope.py", "import lmdb", "Only tier.ssd imports lmdb"),
+        ("transfer.py", "import torch", "Only devices, codecs and engines import torch"),
+        ("frame.py", "import _kvstore_native", "Only codec.native and hash load the C module"),
+        ("reference/model.py", "import kvstore.engine", "Data flows one way"),
+        ("surprise.py", "", "Data flows one way"),
+    ],
+)
+def test_a_planted_violation_is_found(
+    tmp_path: Path, module: str, line: str, contract: str
+) -> None:
+    shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for extension in ROOT.glob("_kvstore_native*.so"):
+        shutil.copy(extension, tmp_path)
+    target = tmp_path / "kvstore" / module
+    before = target.read_text() if target.exists() else '"""New."""\n'
+    target.write_text(f"{before}\n{line}\n")
+    done = lint(tmp_path)
+    assert done.returncode != 0
+    broken = [text for text in done.stdout.splitlines() if "BROKEN" in text or "surprise" in text]
+    assert any(contract in text or "surprise" in text for text in broken), done.stdout
+
+
+def test_the_public_names_are_exactly_those_listed() -> None:
+    assert list(kvstore.__all__) == sorted(kvstore.__all__)
+    modules = {path.stem for path in (ROOT / "kvstore").iterdir()} - {"fp4", "layout"}
+    found = {name for name in vars(kvstore) if not name.startswith("_") and name not in modules}
+    assert found == set(kvstore.__all__)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[str(p.relative_to(ROOT)) for p in MODULES])
+def test_a_module_says_what_it_is_and_stays_clear_of_what_is_unsafe(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "no docstring"
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names.isdisjoint({"pickle", "marshal", "shelve", "dill", "cloudpickle", "socket"})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "np.load", "numpy.load"}
+
+
+def test_every_module_has_its_row_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    listed = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", page))
+    there = {str(p.relative_to(ROOT / "kvstore")) for p in MODULES if not p.name.startswith("__")}
+    assert there == listed
+
+
+def test_the_readme_names_only_commands_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make ([a-z-]+)`?", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
