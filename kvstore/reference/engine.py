@@ -106,8 +106,8 @@ class ReferenceEngine:
     ) -> None:
         """Make the model that belongs to ``seed``.
 
-        ``window_rows`` is how many rows a snapshot holds: W by default; from 2 W - 2 on, whatever
-        follows a pooled window is exact. The cache keeps no more than it was opened for.
+        ``window_rows`` is how many rows a snapshot holds at most: 2 W - 2 by default, with which
+        whatever follows a pooled window is exact. The cache keeps no more than it was opened for.
         ``on_stage`` is called with the name of each stage of a prefill when it ends.
         """
         self.config = config
@@ -119,7 +119,7 @@ class ReferenceEngine:
         digest = hashlib.sha256(f"{config} {seed} {dtype}".encode()).hexdigest()
         self.namespace = kvstore.Namespace(model="reference", weights=digest)
         """What to open a cache with, so that engines of other weights never share a block."""
-        self._window_rows = window_rows or config.sliding_window
+        self._window_rows = window_rows or 2 * config.sliding_window - 2
         self._replay = replay
         self._restore = restore
         self._on_stage = on_stage

@@ -7,6 +7,7 @@ global entries of the suffix are byte-equal to a cold run's; logits are equal ex
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import tempfile
@@ -53,11 +54,10 @@ def cold(length: int) -> Result:
 def warm_engine(
     cache: kvstore.PrefixCache,
     *,
-    window_rows: int = W,
     replay: Literal["fold", "hook"] = "fold",
     restore: Literal["read", "pages"] = "read",
 ) -> ReferenceEngine:
-    return ReferenceEngine(CONFIG, cache, window_rows=window_rows, replay=replay, restore=restore)
+    return ReferenceEngine(CONFIG, cache, replay=replay, restore=restore)
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def left_behind(hit: int) -> tuple[kvstore.Entries, kvstore.WindowSnapshot]:
         tempfile.TemporaryDirectory() as folder,
         open_cache(Path(folder), CONFIG, window_rows=rows) as cache,
     ):
-        warm_engine(cache, window_rows=rows).prefill(TOKENS[: hit + 1])
+        warm_engine(cache).prefill(TOKENS[: hit + 1])
         cache.flush()
         with cache.lookup(TOKENS[: hit + 1]) as match:
             return cache.read(match), cache.window(match)
@@ -93,7 +93,7 @@ def test_after_a_pooled_window_only_logits_of_short_suffixes_differ(
     expected = cold(HIT + suffix)
     with open_cache(tmp_path, CONFIG, window_rows=window_rows) as cache:
         fill(cache, HIT, window=True)
-        warm = warm_engine(cache, window_rows=window_rows).prefill(TOKENS[: HIT + suffix])
+        warm = warm_engine(cache).prefill(TOKENS[: HIT + suffix])
 
     assert (warm.hit_tokens, warm.window_source, warm.replay_tokens) == (HIT, "pool", 0)
     assert warm.encoder_rows == max(suffix, W)
@@ -255,7 +255,7 @@ def test_no_cold_result_depends_on_where_prefill_is_cut(cuts: Sequence[int]) -> 
 def test_an_exact_repeat_finds_the_window_that_ends_where_it_hits(tmp_path: Path) -> None:
     for length, hit in ((HIT, HIT - BLOCK), (HIT + 50, HIT)):
         with open_cache(tmp_path / str(length), CONFIG, window_rows=2 * W - 2) as cache:
-            engine = warm_engine(cache, window_rows=2 * W - 2)
+            engine = warm_engine(cache)
             first = engine.prefill(TOKENS[:length])
             cache.flush()
             again = engine.prefill(TOKENS[:length])
@@ -272,7 +272,7 @@ def test_the_next_turn_continues_from_the_end_of_output_as_a_cold_run_would(
     rows = 2 * SMALL.sliding_window - 2
     tokens = TOKENS[:50]
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
+        engine = ReferenceEngine(SMALL, cache)
         turn = engine.generate(tokens, 60)
         cache.flush()
         conversation = np.concatenate([tokens, np.array(turn.new_tokens, np.uint32), TOKENS[50:60]])
@@ -293,7 +293,7 @@ def test_generation_is_greedy_and_the_same_warm_and_cold(tmp_path: Path) -> None
     assert len(expected.new_tokens) == 12
     assert len(set(expected.new_tokens)) > 3
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache, window_rows=rows)
+        engine = ReferenceEngine(SMALL, cache)
         first = engine.generate(tokens, 12)
         cache.flush()
         again = engine.generate(tokens, 12)
@@ -306,31 +306,27 @@ def test_the_hook_rebuilds_many_windows_in_one_pass_as_it_would_each_alone(
     tmp_path: Path,
 ) -> None:
     prompts = [prompt_tokens(length, seed=length) for length in (33, 70, 100)]
-    with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
-        engine = ReferenceEngine(SMALL, cache)
-        cold_engine = ReferenceEngine(SMALL)
-        for prompt in prompts:
-            cache.store(prompt, cold_engine.prefill(prompt).entries)
-        cache.flush()
-        requests = []
-        for prompt in prompts:
-            with cache.lookup(prompt) as match:
-                requests.append(
-                    kvstore.ReplayRequest(
-                        start=match.replay_start,
-                        stop=match.hit_tokens,
-                        read_floor=match.read_floor,
-                        write_floor=match.write_floor,
-                        window_write_floor=match.window_write_floor,
-                        tokens=prompt,
-                        pages=cache.load(match),
-                    )
-                )
-        together = engine.replay_hook(requests)
-        alone = [engine.replay_hook([request])[0] for request in requests]
-        for request in requests:
-            request.pages.release()
+    batches: list[list[kvstore.ReplayRequest]] = []
 
+    def hook(requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
+        batches.append(requests)
+        return engine.replay_hook(requests)
+
+    with (
+        open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache,
+        contextlib.ExitStack() as held,
+    ):
+        engine = ReferenceEngine(SMALL, cache)
+        for prompt in prompts:
+            cache.store(prompt, ReferenceEngine(SMALL).prefill(prompt).entries)
+        cache.flush()
+        matches = [held.enter_context(cache.lookup(prompt)) for prompt in prompts]
+        for match in matches:
+            held.enter_context(cache.load(match))
+        together = cache.windows([(match, hook) for match in matches])
+        alone = [engine.replay_hook([request])[0] for request in batches[0]]
+
+    assert [len(batch) for batch in batches] == [3]
     assert [(s.start, s.stop) for s in together] == [(16, 32), (48, 64), (80, 96)]
     for one, other in zip(together, alone, strict=True):
         assert one.source == "replay"
