@@ -2,6 +2,7 @@
 
 from kvstore import fp4
 from kvstore.assembly import PrefixCache
+from kvstore.block import ImageSpan
 from kvstore.cache import Entries, Match, Pages, Stored
 from kvstore.errors import (
     CapacityError,
@@ -11,7 +12,6 @@ from kvstore.errors import (
     StoreBusy,
     StoreError,
 )
-from kvstore.hash import ImageSpan
 from kvstore.layout import LayerGroup, Layout, Lifetime, layout
 from kvstore.namespace import Namespace, weights_digest
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,6 +89,115 @@ def demo(
     return FAILED if failures else OK
 
 
+@app.command
+def stats(directory: Path, /, *, as_json: Json = False) -> int:
+    """Tell what is in a store: blocks, tokens, bytes, and whose they are.
+
+    Parameters
+    ----------
+    directory
+        The store.
+    as_json
+        Print one object instead of tables.
+    """
+    from kvstore import admin
+
+    found = admin.store_stats(directory)
+    if as_json:
+        write_json(found)
+        return OK
+    per_token = found["ssd_bytes_per_token"]
+    facts = [
+        ("layout", found["layout"] or "unknown"),
+        ("owner", f"process {found['owner_pid']}" if found["owner_pid"] else "nobody now"),
+        ("blocks", f"{found['blocks']:,} of {found['block_tokens']} tokens"),
+        ("tokens", f"{found['tokens']:,}"),
+        ("live bytes", f"{found['live_bytes']:,}"),
+        ("file bytes", f"{found['file_bytes']:,}"),
+        ("capacity", f"{found['capacity_bytes']:,}" if found["capacity_bytes"] else "unknown"),
+        ("bytes per token", f"{found['bytes_per_token']:,.2f} by the layout"),
+        ("on SSD", f"{per_token:,.2f} bytes per token" if per_token else "nothing stored"),
+    ]
+    write_table(["store", str(directory)], facts)
+    rows = [
+        [
+            str(n["id"]),
+            *(str(n.get(name) or "-") for name in _NAMESPACE_COLUMNS),
+            f"{n['blocks']:,}",
+        ]
+        for n in found["namespaces"]
+    ]
+    write_table(["namespace", *_NAMESPACE_COLUMNS, "blocks"], rows)
+    return OK
+
+
+_NAMESPACE_COLUMNS = ("model", "weights", "adapter", "tenant", "generation")
+
+
+@app.command
+def inspect(
+    directory: Path, key: str | None = None, /, *, limit: int = 20, as_json: Json = False
+) -> int:
+    """Show one block: its record, header and parents. Without a key, list the newest blocks.
+
+    Parameters
+    ----------
+    directory
+        The store.
+    key
+        The start of a block's key, in hex.
+    limit
+        How many blocks to list.
+    as_json
+        Print JSON instead of tables.
+    """
+    from kvstore import admin
+
+    if key is None:
+        blocks = admin.list_blocks(directory, limit)
+        if as_json:
+            write_json(blocks)
+        else:
+            columns = ["key", "number", "namespace", "sequence", "parent"]
+            write_table(columns, [[str(value or "-") for value in b.values()] for b in blocks])
+        return OK
+    block = admin.inspect_block(directory, key)
+    if as_json:
+        write_json(block)
+    else:
+        header = block.pop("header") or {}
+        parents = block.pop("parents")
+        shown = {**block, **{f"header {name}": value for name, value in header.items()}}
+        write_table(["block", block["key"]], [(k, str(v)) for k, v in shown.items() if k != "key"])
+        write_table(["parent", "number"], [(p["key"], str(p["number"])) for p in parents])
+    return FAILED if block["fault"] else OK
+
+
+@app.command
+def verify(directory: Path, /, *, as_json: Json = False) -> int:
+    """Check every block's checksums, identity and parent; exit 1 if any is bad.
+
+    Parameters
+    ----------
+    directory
+        The store.
+    as_json
+        Print one object instead of a sentence and a table.
+    """
+    from kvstore import admin
+
+    with progress_bar("verifying") as advance:
+        found = admin.verify_store(directory, advance)
+    bad = found["bad"]
+    if as_json:
+        write_json(found)
+    else:
+        write_line(f"{found['blocks']:,} blocks checked, {len(bad):,} bad")
+        if bad:
+            write_table(["key", "number", "fault"], [[str(v) for v in b.values()] for b in bad])
+    return FAILED if bad else OK
+
+
 # ---- what commands share ---------------------------------------------------------------------------
 
 
@@ -99,6 +209,20 @@ def progress() -> Callable[[str], None]:
 
     console = Console(stderr=True, highlight=False)
     return lambda message: console.print(message, style="dim", markup=False)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a function ``(done, total)`` that draws a bar on stderr, or nothing if nobody watches."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def write_line(text: str) -> None:

@@ -11,47 +11,17 @@ import hashlib
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import BlockHash
+from kvstore.block import BlockHash, ImageSpan
 from kvstore.namespace import Namespace
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 TOKEN_LIMIT = 2**32
 """Token ids are hashed and stored as unsigned 32-bit integers."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ImageSpan:
-    """Tokens ``[start, stop)`` of a prompt that stand for one image.
-
-    All positions of an image carry the same placeholder id, so the ids alone do not identify the
-    prefix: ``digest`` does, together with the offset inside the image.
-    """
-
-    start: int
-    stop: int
-    digest: bytes
-    """Digest of the image's content and preprocessing."""
-
-    def __post_init__(self) -> None:
-        """Reject an empty or negative span and an empty digest."""
-        for name in ("start", "stop"):
-            place: object = getattr(self, name)
-            if isinstance(place, bool) or not isinstance(place, (int, np.integer)):
-                msg = f"an image span needs integers, found {name} {place!r}"
-                raise ValueError(msg)
-            object.__setattr__(self, name, int(place))  # a narrow NumPy integer would overflow
-        if not 0 <= self.start < self.stop:
-            msg = f"an image span needs 0 <= start < stop, found [{self.start}, {self.stop})"
-            raise ValueError(msg)
-        if not isinstance(self.digest, bytes) or not self.digest:
-            msg = f"an image digest must be non-empty bytes, found {self.digest!r}"
-            raise ValueError(msg)
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class Namespace:
             raise ConfigError(msg)
 
 
-def weights_digest(folder: str | os.PathLike[str]) -> str:
+def weights_digest(folder: str | Path) -> str:
     """Return a digest of the weights in ``folder`` (or of one weight file).
 
     Covers the config, and of every shard its name, its size, its first bytes (which hold the

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.hash import ImageSpan
+from kvstore.block import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)

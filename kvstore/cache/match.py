@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import plan
-from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
-from kvstore.hash import ImageSpan
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
 from kvstore.index import Segment
 from kvstore.layout import Layout
 from kvstore.replay import WindowSnapshot

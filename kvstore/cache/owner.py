@@ -245,7 +245,9 @@ class OwnedSsd:
         """Take back every lasting pin on the path of ``prefix``."""
         keys: list[BlockKey] = []
         with self._context.lock:
-            node: Segment | None = self.index.match(prefix.path).segment
+            position = self.index.match(prefix.path)
+            is_whole = position.inside == position.segment.blocks
+            node = position.segment if is_whole else position.segment.parent
             while node is not None:
                 if node in self._sticky:
                     self._sticky.discard(node)
@@ -418,6 +420,7 @@ class OwnedSsd:
     def _publish(self, runs: Iterable[_Run]) -> None:
         """Let lookups see what was committed; take back what lost its parent meanwhile."""
         orphans: list[BlockKey] = []
+        renewed: list[tuple[list[BlockKey], float]] = []
         with self._context.lock:
             for run in runs:
                 ticket, keys = run.ticket, [block.key for block in run.blocks]
@@ -434,7 +437,12 @@ class OwnedSsd:
                 )
                 if ticket.is_pinned and segment not in self._sticky:
                     self._stick(segment)
+                if self.index.expiring:  # a parent lives as long as what hangs on it
+                    changed = self.index.renew(segment, ticket.expires)
+                    renewed += [(part.block_keys(), ticket.expires) for part in changed]
                 self._context.metrics.stored_blocks += len(keys)
+        for keys, expires in renewed:
+            self._amend(keys, expires=_stored_expiry(expires))
         if orphans:
             self._context.count_drop("no_parent", len(orphans))
             self._delete(orphans)

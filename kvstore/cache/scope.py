@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import plan
+from kvstore.block import ImageSpan
 from kvstore.cache.match import Entries, Match, Pages, Prefix, Stored, host_entries
 from kvstore.cache.shared import SharedTiers
-from kvstore.hash import ImageSpan, as_tokens, block_hashes, namespace_digest
+from kvstore.hash import as_tokens, block_hashes, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
@@ -193,7 +194,9 @@ class Scope:
     ) -> bool:
         """Keep a copy of the window that ends the prefix ``tokens[:snapshot.stop]``.
 
-        Returns False if the pool had no room for it. Rows older than ``window_rows`` are cut off.
+        Returns False if it was not kept: the pool had no room, or the snapshot's ``source`` is
+        ``"replay"`` (an engine folded the replay into its prefill) and there is one already. Rows
+        older than ``window_rows`` are cut off.
 
         Raises:
             ValueError: if the snapshot could never serve a hit of this layout.
@@ -203,7 +206,8 @@ class Scope:
         if snapshot.stop > len(prefix.tokens):
             msg = f"the snapshot stops at {snapshot.stop}, beyond the {len(prefix.tokens)} tokens given"
             raise ValueError(msg)
-        return self._shared.put_window(prefix, snapshot, is_replayed=False)
+        is_replayed = snapshot.source == "replay"
+        return self._shared.put_window(prefix, snapshot, is_replayed=is_replayed)
 
     def window(self, match: Match, hook: ReplayHook | None = None) -> WindowSnapshot:
         """Return the window of one match; see ``windows``."""
@@ -222,7 +226,7 @@ class Scope:
         """
         self._shared.guard()
         found: dict[int, WindowSnapshot] = {}
-        asked: dict[int, tuple[ReplayHook, list[int], list[ReplayRequest]]] = {}
+        asked: list[tuple[ReplayHook, list[int], list[ReplayRequest]]] = []
         for position, (match, hook) in enumerate(pairs):
             if plan.replay(match.hit_tokens, match.floors) is None:
                 found[position] = _from_pool(match)
@@ -233,16 +237,21 @@ class Scope:
                     "replay hook; pass one, or look up with need_window=True"
                 )
                 raise ValueError(msg)
-            _, places, requests = asked.setdefault(id(hook), (hook, [], []))
-            places.append(position)
-            requests.append(_request(match))
-        for hook, places, requests in asked.values():
+            # By equality: a bound method is a new object each time it is named.
+            batch = next((batch for batch in asked if batch[0] == hook), None)
+            if batch is None:
+                batch = (hook, [], [])
+                asked.append(batch)
+            batch[1].append(position)
+            batch[2].append(_request(match))
+        for hook, places, requests in asked:
             snapshots = list(hook(requests))
             if len(snapshots) != len(requests):
                 msg = f"the replay hook returned {len(snapshots)} snapshots for {len(requests)} requests"
                 raise ValueError(msg)
             for position, request, snapshot in zip(places, requests, snapshots, strict=True):
                 self._check_replayed(request, snapshot)
+                self._shared.count_replay(request.stop - request.start)
                 match = pairs[position][0]
                 self._shared.put_window(match.prefix, snapshot, is_replayed=True)
                 found[position] = replace(snapshot, source="replay")

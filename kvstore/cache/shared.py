@@ -368,13 +368,16 @@ class SharedTiers:
     # ---- windows -------------------------------------------------------------------------------
 
     def put_window(self, prefix: Prefix, snapshot: WindowSnapshot, *, is_replayed: bool) -> bool:
-        """Keep a window in the pool, and count it if it had to be rebuilt."""
+        """Keep a window in the pool; a replayed one never replaces one that is there."""
         with self.context.lock:
-            if is_replayed:
-                self.metrics.replay_requests += 1
-                self.metrics.replayed_tokens += snapshot.stop - snapshot.start
             key = prefix.hash_at(snapshot.stop)
             return self.window.put(key, snapshot, owner=prefix.root, is_replayed=is_replayed)
+
+    def count_replay(self, tokens: int) -> None:
+        """Count a hit whose window an engine rebuilds."""
+        with self.context.lock:
+            self.metrics.replay_requests += 1
+            self.metrics.replayed_tokens += tokens
 
     def window_at(self, match: Match) -> WindowSnapshot | None:
         """Return the pooled window of a match whose hit became shorter, pinned like the old one."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -543,6 +544,31 @@ def test_ttl_expires_and_storing_again_renews(tmp_path: Path) -> None:
         assert cache.lookup(tokens).hit_tokens == 3 * BLOCK
         with pytest.raises(ValueError, match="ttl must be positive"):
             cache.store(tokens, entries_of(DENSE, tokens), ttl=0)
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_a_parent_lives_as_long_as_what_hangs_on_it(tmp_path: Path, is_flushed: bool) -> None:
+    tokens = tokens_of(4 * BLOCK + 1)
+    head = tokens[: 2 * BLOCK]
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(head, entries_of(DENSE, head), ttl=60)
+        if is_flushed:
+            cache.flush()
+        cache.store(tokens, entries_of(DENSE, tokens, 2 * BLOCK), 2 * BLOCK)
+    with open_cache(tmp_path / "s") as cache:
+        cache._shared.context.wall_clock = lambda: time.time() + 1e6
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_unpinning_a_shorter_prefix_leaves_the_longer_one_pinned(tmp_path: Path) -> None:
+    tokens = tokens_of(6 * BLOCK)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens), pin=True)
+        cache.flush()
+        cache.unpin(tokens[: 3 * BLOCK])
+        assert len(owned(cache)._sticky) == 1
+        cache.unpin(tokens)
+        assert len(owned(cache)._sticky) == 0
 
 
 def test_a_pinned_prefix_outlives_eviction_and_restart_until_it_is_unpinned(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,40 @@ def test_windows_hands_requests_of_one_hook_over_in_one_call(tmp_path: Path) -> 
         assert [[r.stop for r in call] for call in first.calls] == [[10 * BLOCK, 6 * BLOCK]]
         assert second.calls == []
         assert [window.stop for window in found] == [10 * BLOCK, 6 * BLOCK, 5 * BLOCK, 0]
+
+
+class Batching:
+    """An engine whose hook is a bound method, and so a new object each time it is named."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+    def replay(self, requests: list[ReplayRequest]) -> Sequence[WindowSnapshot]:
+        return self.engine(requests)
+
+
+def test_bound_methods_of_one_engine_are_one_hook(tmp_path: Path) -> None:
+    cache, tokens = filled(tmp_path / "s")
+    with cache:
+        batching = Batching()
+        matches = [cache.lookup(tokens[: n * BLOCK + 1]) for n in (5, 6, 7)]
+        cache.windows([(match, batching.replay) for match in matches])
+        assert len(batching.engine.calls) == 1
+
+
+def test_a_window_that_an_engine_replayed_by_itself_never_replaces_an_exact_one(
+    tmp_path: Path,
+) -> None:
+    cache, tokens = filled(tmp_path / "s")
+    with cache:
+        hit = 10 * BLOCK
+        folded = replace(snapshot_of(hit, salt=9), source="replay")
+        assert cache.put_window(tokens, folded)
+        assert cache.put_window(tokens, snapshot_of(hit))
+        assert not cache.put_window(tokens, folded)
+        with cache.lookup(tokens) as match:
+            rows = cache.window(match).rows["window"]
+            np.testing.assert_array_equal(rows, snapshot_of(hit).rows["window"])
 
 
 def test_an_engine_that_cannot_replay_asks_for_the_longest_hit_with_a_window(
