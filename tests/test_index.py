@@ -282,7 +282,7 @@ class Fuzzer:
         """Compare everything that can be counted again."""
         index, blocks = self.index, self.oracle.blocks
         segments = list(index)
-        assert index.segments == len(segments)
+        assert index.segments == len(segments) == self.policy._live
         assert index.blocks == len(blocks) == sum(segment.blocks for segment in segments)
         assert index.expiring == sum(segment.expires != NEVER for segment in segments)
         counts: dict[int, int] = {}
@@ -449,6 +449,15 @@ def test_among_equals_the_deeper_tail_goes_first_after_a_split() -> None:
     put(index, [8, 9, 9], 7)
     use(index, [1, 2, 3, 4], 8)
     assert index.evict(1) == [cut(path_of([1, 2, 3, 4, 5, 6]))[5]]
+
+
+def test_equals_shrink_together_one_block_at_a_time() -> None:
+    index, _ = make_index()
+    put(index, [1, 2, 3, 4, 5], 7)
+    put(index, [6, 7, 8], 7)
+    places = cut(path_of([1, 2, 3, 4, 5])) + cut(path_of([6, 7, 8]))
+    depths = [(places.index(index.evict(1).keys[0]) % 5) + 1 for _ in places]
+    assert depths == [5, 4, 3, 3, 2, 2, 1, 1]
 
 
 def test_evicting_nothing_removes_nothing() -> None:
