@@ -61,7 +61,8 @@ def demo(
     text
         A UTF-8 text file for the prompt. Default: 4,120 tokens of Python's own documentation.
     store
-        A directory for the store, kept afterwards. Default: a temporary one.
+        A directory for the store, kept afterwards; with both engines, one store each inside it.
+        Default: a temporary one.
     as_json
         Print an array with one object per engine instead of a table.
     """
@@ -243,7 +244,8 @@ def write_table(header: Sequence[str], rows: Any) -> None:
 
     table = Table()
     for number, title in enumerate(header):
-        table.add_column(title, justify="right" if number else "left", no_wrap=not number)
+        side: Literal["left", "right"] = "right" if number else "left"
+        table.add_column(title, justify=side, no_wrap=not number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)

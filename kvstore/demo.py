@@ -587,6 +587,8 @@ def run_demo(
 ) -> list[Report]:
     """Run the demo of each engine. A ``store`` directory is kept, a temporary one removed.
 
+    A store holds one layout: with several engines each has a directory of its own in ``store``.
+
     Raises:
         ConfigError: if an engine or its weights are not installed, or the text is too short.
     """
@@ -594,9 +596,9 @@ def run_demo(
     reports = []
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
         for name in names:
-            engine = load_engine(name, say)
-            # A store holds one layout, so each engine has a directory of its own.
-            reports.append(demonstrate(engine, text, (store or Path(scratch)) / name, say))
+            base = store if store is not None else Path(scratch)
+            directory = base if len(names) == 1 else base / name
+            reports.append(demonstrate(load_engine(name, say), text, directory, say))
     return reports
 
 
@@ -622,12 +624,12 @@ def table_rows(report: Report) -> list[tuple[str, str]]:
     parts = [(f"    {stage}", _seconds(report.ttft_parts[stage])) for stage in STAGES]
     return [
         ("model", report.model),
-        ("computes in", f"{report.dtype}, {report.threads} threads"),
+        ("computes in", f"{report.dtype}, threads: {report.threads}"),
         ("prompt", f"{report.prompt_tokens:,} tokens"),
         ("restored from the store", f"{report.hit_tokens:,} tokens"),
-        ("of these run again for their window", f"{report.replay_tokens:,} tokens"),
+        ("    of these run again (replay)", f"{report.replay_tokens:,} tokens"),
         ("first token, cold", _seconds(report.cold_ttft_s)),
-        ("first token, same process, window pooled", _seconds(report.pool_ttft_s)),
+        ("first token, window still pooled", _seconds(report.pool_ttft_s)),
         ("first token, second process", _seconds(report.warm_ttft_s)),
         *parts,
         ("    sooner than cold", f"{report.speedup:.1f} x"),
@@ -654,10 +656,11 @@ def summary(report: Report) -> str:
     if report.replay_tokens:
         sentence += f", after running the last {report.replay_tokens:,} restored ones again"
     if report.replayed_logit_diff is not None:
+        near = "exactly" if report.max_logit_diff == 0 else f"to {report.max_logit_diff:.2g}"
         sentence += (
-            f". With the window from the pool its logits are the cold run's to "
-            f"{_difference(report.max_logit_diff)}; after a replay, which approximates, they differ "
-            f"by up to {_difference(report.replayed_logit_diff)}"
+            f". With the window still pooled, in the first process, its logits are {near} those of "
+            f"the cold run; after a replay, which approximates, they differ by up to "
+            f"{_difference(report.replayed_logit_diff)}"
         )
     elif report.same_tokens and report.max_logit_diff == 0:
         sentence += (

@@ -96,7 +96,7 @@ def test_the_table_and_the_summary_name_the_result(
     rows = dict(demo.table_rows(dense_report))
     assert rows["restored from the store"] == "256 tokens"
     assert rows["largest difference of a logit"] == "0 (exact)"
-    assert rows["first token, same process, window pooled"] == "-"
+    assert rows["first token, window still pooled"] == "-"
     labels = [label for label, _ in demo.table_rows(dense_report)]
     assert labels[-3:] == [label for label, _ in demo.table_rows(reference_report)][-3:]
     assert "restored 256 of 300 tokens and computed the other 44" in demo.summary(dense_report)
@@ -148,6 +148,30 @@ def test_a_cold_run_takes_nothing_from_a_store_that_was_kept(
             run = engine.run(cache, tokens, demo.Stopwatch(), reuse=reuse)
         assert run.hit_tokens == hit
         assert run.parts["forward"] > 0
+
+
+@pytest.mark.parametrize(
+    ("names", "places"),
+    [
+        (("reference",), ["."]),
+        (("transformers", "reference"), ["transformers", "reference"]),
+    ],
+)
+def test_a_given_directory_is_the_store_or_holds_one_for_each_engine(
+    names: tuple[demo.EngineName, ...],
+    places: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    used: list[Path] = []
+    monkeypatch.setattr(demo, "check_installed", lambda names: None)
+    monkeypatch.setattr(demo, "load_engine", lambda name, say: name)
+    monkeypatch.setattr(demo, "demonstrate", lambda _e, _t, store, _s: used.append(store))
+    demo.run_demo(names, None, tmp_path, quiet)
+    assert used == [tmp_path / place for place in places]
+    used.clear()
+    demo.run_demo(names, None, None, quiet)
+    assert not any(path.exists() for path in used)  # a temporary one is gone
 
 
 def run_of(tokens: tuple[int, ...], logits: list[list[float]]) -> demo.Run:
