@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore import ImageSpan
 from kvstore.block import KEY_BYTES, BlockHash, block_key
 from kvstore.errors import ConfigError
-from kvstore.hash import ImageSpan, as_tokens, block_hashes, namespace_digest
+from kvstore.hash import as_tokens, block_hashes, namespace_digest
 from kvstore.namespace import Namespace
 from tests.builders import ROOT, hashes_of
 
@@ -352,7 +353,8 @@ def test_what_is_no_list_of_token_ids_is_refused(tokens: Any, message: str) -> N
 SCRIPT = """
 import sys
 import numpy as np
-from kvstore.hash import ImageSpan, as_tokens, block_hashes, namespace_digest
+from kvstore import ImageSpan
+from kvstore.hash import as_tokens, block_hashes, namespace_digest
 from kvstore.namespace import Namespace
 namespace = Namespace(model="m", weights="w", tokenizer="t", adapter="a", tenant="s", generation=1)
 root = namespace_digest("f" * 64, 128, namespace)
