@@ -1,9 +1,12 @@
-"""A KV-cache store for LLM inference that knows what each byte of a model's cache is for."""
+"""A KV-cache store for LLM inference that knows what each byte of a model's cache is for.
 
-from kvstore import fp4
-from kvstore.assembly import PrefixCache
+Importing it is light: the cache, and the FP4 functions, are loaded when they are first named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvstore.block import ImageSpan
-from kvstore.cache import Entries, Match, Pages, Stored
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -15,6 +18,11 @@ from kvstore.errors import (
 from kvstore.layout import LayerGroup, Layout, Lifetime, layout
 from kvstore.namespace import Namespace, weights_digest
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
+
+if TYPE_CHECKING:
+    from kvstore import fp4
+    from kvstore.assembly import PrefixCache
+    from kvstore.cache import Entries, Match, Pages, Stored
 
 __all__ = [
     "CapacityError",
@@ -40,3 +48,25 @@ __all__ = [
     "layout",
     "weights_digest",
 ]
+
+_ON_FIRST_USE = {
+    "Entries": "kvstore.cache",
+    "Match": "kvstore.cache",
+    "Pages": "kvstore.cache",
+    "PrefixCache": "kvstore.assembly",
+    "Stored": "kvstore.cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "fp4":
+        return import_module("kvstore.fp4")
+    if name in _ON_FIRST_USE:
+        value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
+        return value
+    msg = f"module 'kvstore' has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return __all__

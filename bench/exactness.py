@@ -1,0 +1,127 @@
+"""When a continuation from the cache equals the cold run, and by how much it differs when not.
+
+Question: a prompt of H + r tokens hits at H. Are the suffix's global entries and the logits those of a
+          cold run, with the window from the pool (W or 2W - 2 rows), and after a replay?
+Method:   the reference engine in float64 through a real store; one line per suffix length r. The law
+          (specification 3.5): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
+          R rows; after a replay both differ, unless the hit is at most W tokens.
+Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
+Run:      python -m bench.exactness [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import kvstore
+from kvstore.reference.config import ReferenceConfig
+from kvstore.reference.engine import ReferenceEngine, Result
+
+HIT = 512
+SUFFIXES = (1, 2, 60, 126, 127, 128, 200)
+SHORT_HIT = 128
+Window = Literal["pool W", "pool 2W-2", "replay", "replay, short hit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One continuation beside its cold run."""
+
+    window: Window
+    hit_tokens: int
+    suffix_tokens: int
+    replay_tokens: int
+    entries_equal: bool
+    """Every byte of the suffix's global entries."""
+    logit_difference: float
+    """Largest, over the vocabulary."""
+
+
+def prompt(length: int) -> NDArray[np.uint32]:
+    """Return random tokens."""
+    return np.random.default_rng(1).integers(0, 256, length).astype(np.uint32)
+
+
+def suffix_equal(one: Result, other: Result, config: ReferenceConfig, start: int) -> bool:
+    """Say whether the entries of tokens from ``start`` on are byte-equal."""
+    layout = config.layout()
+    return all(
+        np.array_equal(
+            one.entries[g.name][:, start // g.tokens_per_entry :],
+            other.entries[g.name][:, start // g.tokens_per_entry :],
+        )
+        for g in layout.global_groups
+    )
+
+
+def measure(config: ReferenceConfig, hit: int, suffix: int, window: Window) -> Row:
+    """Store a cold run of the first ``hit`` tokens, then continue it."""
+    rows = 2 * config.sliding_window - 2 if window == "pool 2W-2" else config.sliding_window
+    tokens = prompt(hit + suffix)
+    engine = ReferenceEngine(config)
+    cold = engine.prefill(tokens)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kvstore.PrefixCache.open(
+            f"{folder}/store",
+            layout=engine.layout,
+            namespace=engine.namespace,
+            ssd_bytes="64MiB",
+            device_bytes=0,
+            window_bytes=0 if window.startswith("replay") else "64MiB",
+            window_rows=rows,
+        ) as cache,
+    ):
+        engine.cache = cache
+        engine.prefill(tokens[:hit])
+        cache.flush()
+        warm = engine.prefill(tokens)
+    assert warm.hit_tokens == hit
+    assert warm.window_source == window.split()[0].rstrip(",")
+    return Row(
+        window=window,
+        hit_tokens=hit,
+        suffix_tokens=suffix,
+        replay_tokens=warm.replay_tokens,
+        entries_equal=suffix_equal(cold, warm, config, hit),
+        logit_difference=float((cold.logits - warm.logits).abs().max()),
+    )
+
+
+def main() -> None:
+    """Print a row per window and suffix length."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = ReferenceConfig.tiny()
+    cases: list[tuple[Window, int]] = [
+        ("pool W", HIT),
+        ("pool 2W-2", HIT),
+        ("replay", HIT),
+        ("replay, short hit", SHORT_HIT),
+    ]
+    found = [measure(config, hit, r, window) for window, hit in cases for r in SUFFIXES]
+    if options.json:
+        print(json.dumps([asdict(row) for row in found]))
+        return
+    print(
+        f"{'window':18} {'hit':>4} {'r':>4} {'replayed':>8}  {'entries':8} {'logits differ by':>16}"
+    )
+    for row in found:
+        print(
+            f"{row.window:18} {row.hit_tokens:4} {row.suffix_tokens:4} {row.replay_tokens:8}  "
+            f"{'equal' if row.entries_equal else 'differ':8} {row.logit_difference:16.2e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
