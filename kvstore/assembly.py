@@ -7,11 +7,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
 from kvstore.errors import ConfigError, StoreError
@@ -118,7 +118,7 @@ class PrefixCache(Scope):
         cls,
         path: str | os.PathLike[str],
         *,
-        layout: Layout | str,
+        layout: Layout | str | Path | Mapping[str, Any],
         namespace: Namespace,
         block_tokens: int = 128,
         ssd_bytes: int | str = "4GiB",
@@ -130,6 +130,7 @@ class PrefixCache(Scope):
         role: Literal["auto", "owner", "reader"] = "auto",
         clock: Callable[[], float] | None = None,
         preallocate: bool = False,
+        debug: bool = False,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -140,6 +141,7 @@ class PrefixCache(Scope):
         and reads it otherwise. ``window_rows`` is how many rows of a snapshot are kept (default W;
         2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
         ``clock`` replaces ``time.monotonic`` for leases and the window's time to live.
+        ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -188,7 +190,7 @@ class PrefixCache(Scope):
                 ttl_seconds=window_ttl,
                 rows=rows,
                 clock=now,
-                poison_on_free=bool(os.environ.get("KVSTORE_DEBUG")),
+                poison_on_free=debug,
             )
             shared = SharedTiers(
                 frame_format=frame_format,

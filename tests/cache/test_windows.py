@@ -349,3 +349,16 @@ def test_a_model_without_windows_has_nothing_to_replay(tmp_path: Path) -> None:
             assert cache.window(match).source == "none"
             assert not match.window_hit
             assert match.worth_loading
+
+
+def test_debug_mode_poisons_what_a_stale_view_would_see(tmp_path: Path) -> None:
+    cache, tokens = filled(tmp_path / "s", debug=True, window_bytes=W * ROW_BYTES)
+    with cache:
+        cache.put_window(tokens, snapshot_of(10 * BLOCK))
+        match = cache.lookup(tokens)
+        assert match.snapshot is not None
+        stale = match.snapshot.rows["window"]
+        with match:
+            assert cache.window(match).rows["window"] is not stale
+        cache.put_window(tokens, snapshot_of(5 * BLOCK))
+        assert (stale == 0xFF).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,4 +299,6 @@ def test_smollm2_continues_exactly_from_a_store_opened_anew(tmp_path: Path) -> N
     assert (cold.hit_tokens, warm.hit_tokens, control.hit_tokens) == (0, 512, 512)
     assert warm.new_tokens == cold.new_tokens
     np.testing.assert_array_equal(warm.logits, cold.logits)
-    assert np.abs(control.logits[0] - cold.logits[0]).max() > 0
+    difference = float(np.abs(control.logits[0] - cold.logits[0]).max())
+    logging.getLogger(__name__).info("another block's payload moves a logit by %.3g", difference)
+    assert difference > 0
