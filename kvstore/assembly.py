@@ -140,7 +140,8 @@ class PrefixCache(Scope):
         ``ssd_bytes`` is the hard cap of the file. ``role="auto"`` owns the store if nobody does
         and reads it otherwise. ``window_rows`` is how many rows of a snapshot are kept (default W;
         2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
-        ``clock`` replaces ``time.monotonic`` for leases and the window's time to live.
+        ``clock`` replaces the system's for leases and for every time to live; blocks with one keep
+        their expiry across restarts, so such a clock must go on where it stopped.
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
@@ -198,7 +199,7 @@ class PrefixCache(Scope):
                 window=window,
                 open_device=make_device,
                 clock=now,
-                wall_clock=time.time,
+                wall_clock=clock if clock is not None else time.time,
             )
             shared.metrics.quarantined_stores += set_aside is not None
             return shared

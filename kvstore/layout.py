@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 from kvstore.errors import ConfigError
 
 
-class Lifetime(Enum):
+class Lifetime(StrEnum):
     """How long the entries of a group are worth keeping, and so where they may live."""
 
-    GLOBAL = "global"
+    GLOBAL = "GLOBAL"
     """Read by every later token: kept for days, in device pages and on SSD."""
-    WINDOW = "window"
+    WINDOW = "WINDOW"
     """Read by the next few tokens only: kept for minutes, in the host window pool alone."""
-    TRANSIENT = "transient"
+    TRANSIENT = "TRANSIENT"
     """Never worth keeping: counted by the footprint, stored nowhere."""
 
 

@@ -323,7 +323,7 @@ class Device:
         group: str,
         layer: int,
         entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
     ) -> torch.Tensor:
         """Return decoded entries of one layer from loaded pages.
 

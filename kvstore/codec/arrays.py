@@ -156,11 +156,7 @@ def has_contiguous_rows(view: NDArray[np.generic]) -> bool:
 
 
 def empty_like(array: ArrayT, shape: tuple[int, ...], dtype: str) -> ArrayT:
-    """Return a new array or tensor of the same kind, on the same device.
-
-    Raises:
-        ValueError: for a NumPy array of bfloat16 where nobody has imported ml_dtypes.
-    """
+    """Return a new array or tensor of the same kind, on the same device."""
     if is_tensor(array):
         import torch
 
@@ -169,16 +165,11 @@ def empty_like(array: ArrayT, shape: tuple[int, ...], dtype: str) -> ArrayT:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of that name. Raises as :func:`empty_like`."""
+    """Return the NumPy dtype of that name; for bfloat16 it is the one of ml_dtypes."""
     if dtype != "bfloat16":
         return np.dtype(STORAGE[dtype])
-    ml_dtypes = sys.modules.get("ml_dtypes")
-    if ml_dtypes is None:
-        msg = (
-            "NumPy has no bfloat16: import ml_dtypes first to get its bfloat16, ask for float32, "
-            "or pass out= an array of uint16 to get the bits"
-        )
-        raise ValueError(msg)
+    import ml_dtypes  # only who asks NumPy for bfloat16 pays for it
+
     bfloat16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16
 

@@ -208,8 +208,7 @@ def unpack(
     """Unpack FP4 to float32, float16 or bfloat16: the exact product, rounded once.
 
     The result is of the same kind as ``nibbles``: a NumPy array, or a tensor on the same device. In
-    NumPy, bfloat16 is the type of ml_dtypes, which the caller must have imported; without it, pass
-    ``out=`` an array of uint16 to get the bits, or ask for float32.
+    NumPy, bfloat16 is the type of ml_dtypes; ``out=`` may also be an array of uint16 for its bits.
 
     Shapes:
         nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.

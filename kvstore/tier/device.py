@@ -113,7 +113,7 @@ class DeviceTier:
         group: LayerGroup,
         layer: int,
         entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
     ) -> torch.Tensor:
         """Return decoded entries of one layer.
 
@@ -127,6 +127,10 @@ class DeviceTier:
 
         Cost: reads only the rows asked for.
         """
+        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(wanted, torch.dtype):
+            msg = f"unknown dtype {dtype!r}, expected a torch dtype such as torch.bfloat16, or its name"
+            raise ValueError(msg)
         if layer not in group.layers:
             msg = f"layer {layer} owns no {group.name!r} entries, expected one of {list(group.layers)}"
             raise ValueError(msg)
@@ -140,20 +144,20 @@ class DeviceTier:
                 msg = f"entry_indices must be [queries, k], found shape {list(indices.shape)}"
                 raise ValueError(msg)
         if indices.numel() == 0:
-            return torch.zeros((*indices.shape, group.values), dtype=dtype, device=self.device)
+            return torch.zeros((*indices.shape, group.values), dtype=wanted, device=self.device)
         low, high = int(indices.min()), int(indices.max())
         if low < -1 or high >= total:
             msg = f"entry indices must lie in [-1, {total}), found {low if low < -1 else high}"
             raise ValueError(msg)
         if not total:
-            return torch.zeros((*indices.shape, group.values), dtype=dtype, device=self.device)
+            return torch.zeros((*indices.shape, group.values), dtype=wanted, device=self.device)
         present = indices >= 0
         safe = indices.clamp(min=0)
         table = page_ids.to(self.device)
         rows = self.tensors[group.name][
             table[safe // per_page], group.layers.index(layer), safe % per_page
         ]
-        values = codec_for(group).decode(rows, dtype)
+        values = codec_for(group).decode(rows, wanted)
         return torch.where(
-            present.unsqueeze(-1), values, torch.zeros((), dtype=dtype, device=self.device)
+            present.unsqueeze(-1), values, torch.zeros((), dtype=wanted, device=self.device)
         )

@@ -78,6 +78,10 @@ def test_gather_names_what_is_wrong(tmp_path: Path) -> None:
                 gather(pages, "main", 1, torch.tensor([[0, index]]), torch.float32)
         with pytest.raises(ValueError, match=r"must be \[queries, k\], found shape \[2\]"):
             gather(pages, "main", 1, torch.tensor([0, 1]), torch.float32)
+        with pytest.raises(ValueError, match="unknown dtype 'bf17', expected a torch dtype"):
+            gather(pages, "main", 1, None, "bf17")
+        named = gather(pages, "main", 1, None, "float16")
+        assert torch.equal(named, gather(pages, "main", 1, None, torch.float16))
         empty = gather(pages, "main", 1, torch.empty((0, 4), dtype=torch.int64), torch.float32)
         assert empty.shape == (0, 4, 32)
         pages.release()
