@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.010
 """How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. spec/lmdb 2."""
-QUEUE_COMMITS = 4
-"""Full commits that may wait in the queue: bounds its memory, and lets encoding run ahead."""
 BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
 
@@ -60,10 +58,11 @@ class Writer(Generic[T]):
         commit: Callable[[list[QueuedBlock[T]]], None],
         *,
         commit_blocks: int,
+        queue_blocks: int,
     ) -> None:
         self._commit = commit
         self._batch_blocks = commit_blocks
-        self._queue_blocks = QUEUE_COMMITS * self._batch_blocks
+        self._queue_blocks = queue_blocks
         self._items: deque[QueuedBlock[T] | _Barrier] = deque()
         self._queued = 0
         self._changed = threading.Condition()

@@ -100,7 +100,9 @@ class OwnedSsd:
         }
         self._namespace_ids = {entry["root"]: number for number, entry in self.namespaces.items()}
         self._rebuild()
-        self._writer: Writer[Ticket] = Writer(self._commit, commit_blocks=ssd.commit_blocks)
+        self._writer: Writer[Ticket] = Writer(
+            self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
+        )
 
     def _rebuild(self) -> None:
         """Fill the index from the records; delete and count what hangs on nothing."""

@@ -125,10 +125,14 @@ class TransformersAdapter:
         model: Any,
         cache: Scope,
         *,
-        store_wait: float = 0.0,
+        store_wait: float = 1.0,
         on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
-        """Bind a model to a cache. ``store_wait`` is the most seconds to wait for room in its queue."""
+        """Bind a model to a cache.
+
+        ``store_wait`` is the most seconds to wait for room in the cache's queue; a server that must
+        never wait passes 0, and what finds no room is dropped and counted.
+        """
         self._model = model
         self._causal = CausalModel(model)
         self._cache = cache

@@ -39,6 +39,9 @@ COMMIT_BYTES = 16 << 20
 """Largest commit: dirty pages are malloc copies, so a transaction is bounded. spec/lmdb 1.2."""
 COMMIT_BLOCKS = 64
 """Blocks per commit; 64 cost 1.14x of raw pwrite and fdatasync. spec/lmdb 1.2."""
+QUEUE_BYTES = 256 << 20
+"""Most bytes that wait for their commit. An engine that never waits offers a whole prompt at once:
+this is 300,000 tokens of DeepSeek-V4.1, or 11,000 of a small dense model at 23 KB a token."""
 DELETES_PER_COMMIT = 64
 """Deletes per transaction while evicting; they need free pages themselves. spec/lmdb 1.7."""
 READ_BATCH = 32
@@ -142,6 +145,11 @@ def commit_blocks(capacity_bytes: int, frame_bytes: int) -> int:
     return max(1, min(COMMIT_BLOCKS, size // (pages_of(frame_bytes) * PAGE_BYTES)))
 
 
+def queue_blocks(capacity_bytes: int, frame_bytes: int) -> int:
+    """Return the blocks that may wait for their commit: 256 MiB, or a quarter of the cap."""
+    return max(2, min(QUEUE_BYTES, capacity_bytes // 4) // frame_bytes)
+
+
 def spare_bytes(capacity_bytes: int, frame_bytes: int) -> int:
     """Return what must stay free above the high watermark for commits to succeed."""
     pages = pages_of(frame_bytes) + _TREE_PAGES_PER_BLOCK
@@ -172,6 +180,7 @@ class SsdTier:
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
+        self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
         self.high_bytes = min(int(_HIGH * self.capacity_bytes), self.capacity_bytes - spare)
         self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
