@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -115,9 +115,12 @@ def stats(directory: Path, /, *, as_json: Json = False) -> int:
         ("tokens", f"{found['tokens']:,}"),
         ("live bytes", f"{found['live_bytes']:,}"),
         ("file bytes", f"{found['file_bytes']:,}"),
-        ("capacity", f"{found['capacity_bytes']:,}" if found["capacity_bytes"] else "unknown"),
-        ("bytes per token", f"{found['bytes_per_token']:,.2f} by the layout"),
-        ("on SSD", f"{per_token:,.2f} bytes per token" if per_token else "nothing stored"),
+        (
+            "capacity bytes",
+            f"{found['capacity_bytes']:,}" if found["capacity_bytes"] else "unknown",
+        ),
+        ("bytes per token, by the layout", f"{found['bytes_per_token']:,.2f}"),
+        ("bytes per token, on SSD", f"{per_token:,.2f}" if per_token else "-"),
     ]
     write_table(["store", str(directory)], facts)
     rows = [
@@ -132,6 +135,8 @@ def stats(directory: Path, /, *, as_json: Json = False) -> int:
     return OK
 
 
+_LABEL_SHOWN = 20
+"""Characters of a name or digest in a table; --json has them whole."""
 _NAMESPACE_COLUMNS = ("model", "weights", "adapter", "tenant", "generation")
 
 
@@ -154,24 +159,64 @@ def inspect(
     """
     from kvstore import admin
 
+    if limit < 1:
+        msg = f"--limit must be at least 1, found {limit}"
+        raise ValueError(msg)
     if key is None:
         blocks = admin.list_blocks(directory, limit)
         if as_json:
             write_json(blocks)
         else:
-            columns = ["key", "number", "namespace", "sequence", "parent"]
-            write_table(columns, [[str(value or "-") for value in b.values()] for b in blocks])
+            rows = [
+                [b["key"], *(str(b[name]) for name in _BLOCK_COLUMNS), _short(b["parent"])]
+                for b in blocks
+            ]
+            write_table(["key", *_BLOCK_COLUMNS, "parent"], rows)
         return OK
     block = admin.inspect_block(directory, key)
     if as_json:
         write_json(block)
     else:
-        header = block.pop("header") or {}
-        parents = block.pop("parents")
-        shown = {**block, **{f"header {name}": value for name, value in header.items()}}
-        write_table(["block", block["key"]], [(k, str(v)) for k, v in shown.items() if k != "key"])
+        write_table(["block", block["key"]], _block_rows(block))
+        parents = block["parents"]
         write_table(["parent", "number"], [(p["key"], str(p["number"])) for p in parents])
+        more = block["parent_count"] - len(parents)
+        if more:
+            write_line(f"and {more:,} more, back to the first block")
     return FAILED if block["fault"] else OK
+
+
+_BLOCK_COLUMNS = ("number", "namespace_id", "sequence")
+_DIGITS_SHOWN = 12
+"""Hex digits of a digest in a table: enough to find it again, short enough for 80 columns."""
+
+
+def _short(digest: str | None) -> str:
+    return digest[:_DIGITS_SHOWN] if digest else "-"
+
+
+def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what the table of one block shows: label and value."""
+    space, header = block["namespace"] or {}, block["header"] or {}
+    first, stop = block["tokens"]
+    rows = [
+        ("state", block["fault"] or "intact"),
+        ("number", str(block["number"])),
+        ("tokens", f"{first:,} to {stop - 1:,}"),
+        ("model", str(space.get("model", "unknown"))),
+        ("tenant", str(space.get("tenant") or "-")),
+        ("last use (sequence)", str(block["sequence"])),
+        ("stored at (sequence)", str(header.get("sequence", "-"))),
+        ("pinned", "yes" if block["is_pinned"] else "no"),
+        ("expires", str(block["expires"] or "never")),
+        ("frame bytes", f"{block['frame_bytes']:,}"),
+        ("payload bytes", f"{header.get('payload_bytes', 0):,}"),
+        ("page in the file", str(block["page"] or "unknown")),
+        ("images", "yes" if header.get("has_images") else "no"),
+        ("hash", _short(header.get("block_hash"))),
+        ("parent hash", _short(header.get("parent_hash"))),
+    ]
+    return rows
 
 
 @app.command

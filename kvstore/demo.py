@@ -512,7 +512,6 @@ def demonstrate(engine: Engine, text: str | None, store: Path, say: Say) -> Repo
     """Run the demo of one engine with a store in directory ``store``, which is made if missing."""
     tokens = prompt(engine, text)
     _warm_up(engine)
-    store.mkdir(parents=True, exist_ok=True)
     with engine.open(store) as cache:
         cache.clear()
         say(f"{engine.name}: cold run of {len(tokens):,} tokens")
@@ -637,11 +636,12 @@ def table_rows(report: Report) -> list[tuple[str, str]]:
             f"first token, page cache {report.cold_disk_page_cache or 'dropped'}",
             _seconds(report.cold_disk_ttft_s),
         ),
-        ("bytes a token, by layout", f"{report.bytes_per_token:,.1f}"),
-        ("bytes a token, on SSD", f"{report.ssd_bytes_per_token:,.1f}"),
-        (f"same {NEW_TOKENS} tokens as the cold run", _yes(report.same_tokens)),
+        ("bytes a token, by layout", f"{report.bytes_per_token:,.0f}"),
+        ("bytes a token, on SSD", f"{report.ssd_bytes_per_token:,.0f}"),
+        (f"same {NEW_TOKENS} tokens as cold", _yes(report.same_tokens)),
+        ("    after a replay", _yes(report.replayed_same_tokens)),
         ("largest difference of a logit", _difference(report.max_logit_diff)),
-        ("    the same after a replay", _difference(report.replayed_logit_diff)),
+        ("    after a replay", _difference(report.replayed_logit_diff)),
     ]
 
 
@@ -659,8 +659,10 @@ def summary(report: Report) -> str:
         near = "exactly" if report.max_logit_diff == 0 else f"to {report.max_logit_diff:.2g}"
         sentence += (
             f". With the window still pooled, in the first process, its logits are {near} those of "
-            f"the cold run; after a replay, which approximates, they differ by up to "
-            f"{_difference(report.replayed_logit_diff)}"
+            f"the cold run. A replay approximates: after it they differ by up to "
+            f"{_difference(report.replayed_logit_diff)}, and the {NEW_TOKENS} tokens are "
+            f"{'the same' if report.replayed_same_tokens else 'others'} (the weights are random, so "
+            f"this says nothing about a trained model)"
         )
     elif report.same_tokens and report.max_logit_diff == 0:
         sentence += (
