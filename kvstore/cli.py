@@ -171,7 +171,7 @@ def inspect(
                 [b["key"], *(str(b[name]) for name in _BLOCK_COLUMNS), _short(b["parent"])]
                 for b in blocks
             ]
-            write_table(["key", *_BLOCK_COLUMNS, "parent"], rows)
+            write_table(["key", "number", "space", "used", "parent"], rows)
         return OK
     block = admin.inspect_block(directory, key)
     if as_json:
@@ -199,7 +199,7 @@ def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what the table of one block shows: label and value."""
     space, header = block["namespace"] or {}, block["header"] or {}
     first, stop = block["tokens"]
-    rows = [
+    return [
         ("state", block["fault"] or "intact"),
         ("number", str(block["number"])),
         ("tokens", f"{first:,} to {stop - 1:,}"),
@@ -216,7 +216,6 @@ def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("hash", _short(header.get("block_hash"))),
         ("parent hash", _short(header.get("parent_hash"))),
     ]
-    return rows
 
 
 @app.command
