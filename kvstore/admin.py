@@ -67,7 +67,7 @@ def store_stats(path: Path) -> dict[str, Any]:
     with opened(path) as store:
         ssd, block_tokens = store.ssd, store.frame_format.block_tokens
         namespaces = {
-            number: {"id": number, "model": "?", **entry, "blocks": 0, "tokens": 0}
+            number: {"model": "?", **entry, "id": number, "blocks": 0, "tokens": 0}
             for number, entry in namespace_facts(ssd).items()
         }
         blocks = 0
@@ -111,8 +111,10 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         depth = 0
         above: Record | None = record
         while above is not None and above.number:
-            parent_key = above.parent
+            parent_key, below = above.parent, above.number
             above = store.ssd.record(parent_key)
+            if above is not None and above.number != below - 1:
+                above = None  # a damaged record; following it might never end
             depth += 1
             if len(chain) < CHAIN_SHOWN:
                 number = above.number if above is not None else None

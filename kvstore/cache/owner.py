@@ -600,5 +600,6 @@ def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
             entry = json.loads(value)
         except (ValueError, RecursionError):
             entry = None
-        found[int(text)] = entry if isinstance(entry, dict) else {}
+        fields = entry.items() if isinstance(entry, dict) else ()
+        found[int(text)] = {k: v for k, v in fields if v is None or isinstance(v, str | int)}
     return found
