@@ -27,13 +27,15 @@ from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_full
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
 
 RETRY_EVICTION_BLOCKS = 16
-"""Blocks freed before a commit that found the map full is tried once more. spec/lmdb 2."""
+"""Blocks freed before a commit that found no room is tried once more. spec/lmdb 2."""
+FULL_RETRIES = 3
+"""Pages freed in a transaction come back two later, so one eviction is not enough on a full disk."""
 WRITE_ERRORS_TO_READ_ONLY = 3
 """Failed writes in a row after which writing stops. spec/lmdb 2."""
 
@@ -443,16 +445,16 @@ class OwnedSsd:
             self._note_write_error(error)
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
-        """Write the runs in one transaction; on a full map free a little and try once more."""
+        """Write the runs in one transaction; where there is no room, free a little and try again."""
         puts = [self._as_put(block) for run in runs for block in run.blocks]
         if not puts and not uses:
             return True
-        for attempt in (1, 2):
+        for attempt in range(1 + FULL_RETRIES):
             try:
                 self.ssd.put(puts, uses)
             except MEDIUM_ERRORS as error:
-                if attempt == 1 and is_full(error):
-                    self._evict(RETRY_EVICTION_BLOCKS)
+                if attempt < FULL_RETRIES and self.ssd.lacks_room(error, len(puts)):
+                    self._evict(max(RETRY_EVICTION_BLOCKS, len(puts) if attempt else 0))
                     continue
                 self._note_write_error(error)
                 self._context.count_drop("write_error", len(puts))

@@ -398,14 +398,14 @@ class SsdTier:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Delete blocks, deepest first, in small durable transactions: each leaves a closed state.
 
-        Deleting needs free pages itself; on a full map the transactions shrink to single blocks.
+        Deleting needs free pages itself; where there is no room the transactions shrink to single blocks.
         """
         first, count = 0, DELETES_PER_COMMIT
         while first < len(keys):
             try:
                 self._delete(keys[first : first + count])
-            except lmdb.MapFullError:
-                if count == 1:
+            except MEDIUM_ERRORS as error:
+                if count == 1 or not self.lacks_room(error, count):
                     raise
                 count = max(1, count // 8)
                 continue
@@ -424,6 +424,20 @@ class SsdTier:
         record = None if data is None else Record.unpack(data)
         if record is not None:
             txn.delete(_SEQUENCE.pack(record.sequence), db=self._age)
+
+    def lacks_room(self, error: BaseException, blocks: int) -> bool:
+        """Say whether a write of ``blocks`` blocks failed for want of space.
+
+        A write that a full disk cuts short reaches LMDB as an input/output error, so the file
+        system is asked.
+        """
+        if is_full(error):
+            return True
+        with suppress(OSError):
+            facts = os.statvfs(self.path)
+            wanted = (blocks + 1) * (self.block_bytes + _TREE_PAGES_PER_BLOCK * PAGE_BYTES)
+            return facts.f_bavail * facts.f_frsize < wanted
+        return False
 
     def sync(self) -> None:
         """Make every commit so far survive power loss, and record where payloads lie."""

@@ -931,3 +931,36 @@ def test_a_store_removed_under_its_owner_gives_way_to_a_new_one(tmp_path: Path) 
             kept(new)
     with open_cache(tmp_path / "s") as new:
         assert new.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """LMDB reports a write that a full disk cuts short as an input/output error."""
+    with open_cache(tmp_path / "s") as cache:
+        kept(cache, 90 * BLOCK)
+        errors = [lmdb.Error("mdb_txn_commit: Input/output error") for _ in range(failures)]
+        put, delete = cache._shared.ssd._put, cache._shared.ssd._delete
+        facts = os.statvfs(tmp_path)
+
+        def full_put(*args: Any) -> None:
+            if errors:
+                raise errors.pop()
+            put(*args)
+
+        def full_delete(keys: Any) -> None:
+            if len(keys) > 1:
+                raise lmdb.Error("mdb_txn_commit: Input/output error")
+            delete(keys)
+
+        class Full:
+            f_bavail, f_frsize = 0, facts.f_frsize
+
+        monkeypatch.setattr(os, "statvfs", lambda _path: Full)
+        monkeypatch.setattr(cache._shared.ssd, "_put", full_put)
+        monkeypatch.setattr(cache._shared.ssd, "_delete", full_delete)
+        tokens = kept(cache, seed=1)
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+        assert cache.stats()["counters"]["write_errors"] == 0
+        assert cache.stats()["counters"]["evicted_blocks"]["ssd"] >= 16
