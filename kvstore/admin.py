@@ -5,7 +5,7 @@ It opens a store as a reader, whatever its layout, and changes nothing.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from typing import Any
 
 from kvstore.assembly import parse_format
 from kvstore.block import BlockKey, block_key
+from kvstore.cache.owner import namespace_facts
+from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.hash import block_hashes
 from kvstore.layout import Layout
@@ -53,6 +55,9 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     ssd, _ = open_ssd(path, options)
     try:
         yield OpenedStore(ssd, layout, frame_format)
+    except MEDIUM_ERRORS as error:
+        msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
+        raise StoreError(msg) from error
     finally:
         ssd.close()
 
@@ -62,8 +67,8 @@ def store_stats(path: Path) -> dict[str, Any]:
     with opened(path) as store:
         ssd, block_tokens = store.ssd, store.frame_format.block_tokens
         namespaces = {
-            int(number): {"id": int(number), **json.loads(text), "blocks": 0, "tokens": 0}
-            for number, text in ssd.facts("namespace:").items()
+            number: {"model": "?", **entry, "id": number, "blocks": 0, "tokens": 0}
+            for number, entry in namespace_facts(ssd).items()
         }
         blocks = 0
         for _, record in ssd.records():
@@ -76,7 +81,7 @@ def store_stats(path: Path) -> dict[str, Any]:
         capacity = ssd.fact("capacity")
         return {
             "path": str(path),
-            "layout": (ssd.fact("layout") or b"").decode(),
+            "layout": (ssd.fact("layout") or b"").decode(errors="replace"),
             "fingerprint": store.layout.fingerprint,
             "owner_pid": directory.owner_pid(path),
             "block_tokens": block_tokens,
@@ -84,7 +89,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "tokens": tokens,
             "live_bytes": live,
             "file_bytes": ssd.file_bytes,
-            "capacity_bytes": int(capacity) if capacity else None,
+            "capacity_bytes": int(capacity) if capacity and capacity.isdigit() else None,
             "bytes_per_token": float(store.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
             "namespaces": [namespaces[number] for number in sorted(namespaces)],
@@ -106,14 +111,16 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         depth = 0
         above: Record | None = record
         while above is not None and above.number:
-            parent_key = above.parent
+            parent_key, below = above.parent, above.number
             above = store.ssd.record(parent_key)
+            if above is not None and above.number != below - 1:
+                above = None  # a damaged record; following it might never end
             depth += 1
             if len(chain) < CHAIN_SHOWN:
                 number = above.number if above is not None else None
                 chain.append({"key": parent_key.hex(), "number": number})
         header = store.frame_format.header(memoryview(frame)) if frame is not None else None
-        space = store.ssd.fact(f"namespace:{record.namespace_id}")
+        space = namespace_facts(store.ssd).get(record.namespace_id)
         return {
             "key": key.hex(),
             "number": record.number,
@@ -121,10 +128,10 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
                 record.number * store.frame_format.block_tokens,
                 (record.number + 1) * store.frame_format.block_tokens,
             ],
-            "namespace": json.loads(space) if space else None,
+            "namespace": space or None,
             "sequence": record.sequence,
             "page": record.page,
-            "expires": record.expires or None,
+            "expires": record.expires if 0 < record.expires < math.inf else None,
             "is_pinned": record.is_pinned,
             "frame_bytes": record.frame_bytes,
             "header": None

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import ConfigError, StoreBusy, StoreError
 from kvstore.frame import FrameFormat
 from kvstore.layout import LayerGroup, Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
-from kvstore.tier.ssd import SsdOptions, open_ssd
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, open_ssd
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _UNITS |= {f"{p}B": 1000**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
 def size_bytes(size: int | str, option: str) -> int:
     """Return a size given as bytes or as text such as ``"4GiB"``. Raises ``ConfigError``."""
     if isinstance(size, int) and not isinstance(size, bool):
-        value = float(size)
+        value = float(max(-1, min(size, 2**63)))
     else:
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
         if found is None or found[2] not in _UNITS:
@@ -42,6 +42,9 @@ def size_bytes(size: int | str, option: str) -> int:
         value = float(found[1]) * _UNITS[found[2]]
     if value < 0:
         msg = f"{option} must not be negative, found {size!r}"
+        raise ConfigError(msg)
+    if value >= 2**63:
+        msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
         raise ConfigError(msg)
     return int(value)
 
@@ -80,10 +83,10 @@ def parse_format(text: str) -> tuple[Layout, int]:
         )
         layout = Layout(model="stored", groups=groups)
         block_tokens = int(found["block_tokens"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"the store's VERSION file is damaged: {error!r}"
         raise StoreError(msg) from error
-    if layout.fingerprint != found["fingerprint"]:
+    if layout.fingerprint != found.get("fingerprint"):
         msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"
         raise StoreError(msg)
     return layout, block_tokens
@@ -151,23 +154,13 @@ class PrefixCache(Scope):
             StoreError: if ``path`` is not a store, or a reader finds none.
         """
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
-        if role not in ("auto", "owner", "reader"):
-            msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
-            raise ConfigError(msg)
-        if window_ttl <= 0:
-            msg = f"window_ttl must be positive seconds, found {window_ttl}"
-            raise ConfigError(msg)
         rows = model_layout.window_tokens if window_rows is None else window_rows
-        if model_layout.window_tokens and rows < model_layout.window_tokens - 1:
-            msg = (
-                f"window_rows must be at least W - 1 = {model_layout.window_tokens - 1}, found {rows}: "
-                "fewer rows serve no hit"
-            )
-            raise ConfigError(msg)
+        _check_options(model_layout, namespace, role, window_ttl, rows)
         frame_format = FrameFormat(model_layout, block_tokens)
         page_bytes = size_bytes(device_bytes, "device_bytes")
         now = clock if clock is not None else time.monotonic
-        directory = Path(path).expanduser()
+        pool_bytes = size_bytes(window_bytes, "window_bytes")
+        directory = _resolved(path)
         options = SsdOptions(
             capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
             frame_bytes=frame_format.frame_bytes,
@@ -181,30 +174,47 @@ class PrefixCache(Scope):
 
             return DeviceTier(frame_format, page_bytes, device)
 
-        def make_shared() -> SharedTiers:
+        def make_shared(*, is_last: bool = False) -> SharedTiers:
             ssd, set_aside = open_ssd(directory, options)
-            if ssd.is_owner and ssd.fact("layout") is None:
-                ssd.set_fact("layout", model_layout.model.encode())
-            window = WindowPool(
-                model_layout,
-                capacity_bytes=size_bytes(window_bytes, "window_bytes"),
-                ttl_seconds=window_ttl,
-                rows=rows,
-                clock=now,
-                poison_on_free=debug,
-            )
-            shared = SharedTiers(
-                frame_format=frame_format,
-                ssd=ssd,
-                window=window,
-                open_device=make_device,
-                clock=now,
-                wall_clock=clock if clock is not None else time.time,
-            )
+            try:
+                if ssd.is_owner and ssd.fact("layout") is None:
+                    ssd.set_fact("layout", model_layout.model.encode(errors="replace"))
+                window = WindowPool(
+                    model_layout,
+                    capacity_bytes=pool_bytes,
+                    ttl_seconds=window_ttl,
+                    rows=rows,
+                    clock=now,
+                    poison_on_free=debug,
+                )
+                shared = SharedTiers(
+                    frame_format=frame_format,
+                    ssd=ssd,
+                    window=window,
+                    open_device=make_device,
+                    clock=now,
+                    wall_clock=clock if clock is not None else time.time,
+                )
+            except MEDIUM_ERRORS as error:
+                ssd.give_up()
+                if ssd.is_owner and not is_last:
+                    return make_shared(
+                        is_last=True
+                    )  # not closed cleanly: the whole tree is checked
+                msg = f"the store at {directory} cannot be read: {error}"
+                raise StoreError(msg) from error
+            except BaseException:
+                ssd.give_up()
+                raise
             shared.metrics.quarantined_stores += set_aside is not None
             return shared
 
-        return cls(_share(directory, options, make_shared), namespace)
+        shared = _share(directory, options, make_shared)
+        try:
+            return cls(shared, namespace)
+        except BaseException:
+            _unshare(shared)
+            raise
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
@@ -225,6 +235,39 @@ class PrefixCache(Scope):
         self.close()
 
 
+def _check_options(
+    layout: Layout, namespace: object, role: str, window_ttl: float, rows: object
+) -> None:
+    """Raise ``ConfigError`` for an option that cannot work, whatever lies at the path."""
+    if not isinstance(namespace, Namespace):
+        msg = f"namespace must be a kvstore.Namespace, found {type(namespace).__name__}"
+        raise ConfigError(msg)
+    if role not in ("auto", "owner", "reader"):
+        msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
+        raise ConfigError(msg)
+    if not window_ttl > 0:  # NaN is not
+        msg = f"window_ttl must be positive seconds, found {window_ttl}"
+        raise ConfigError(msg)
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        msg = f"window_rows must be an integer, found {rows!r}"
+        raise ConfigError(msg)
+    if layout.window_tokens and rows < layout.window_tokens - 1:
+        msg = (
+            f"window_rows must be at least W - 1 = {layout.window_tokens - 1}, found {rows}: "
+            "fewer rows serve no hit"
+        )
+        raise ConfigError(msg)
+
+
+def _resolved(path: str | os.PathLike[str]) -> Path:
+    """Return where a store really lies: it stays there if the process or a link moves on."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
+        raise ConfigError(msg) from error
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         facts = path.stat()
@@ -242,6 +285,12 @@ def _share(path: Path, options: SsdOptions, make: Callable[[], SharedTiers]) -> 
         if known is not None and known in _opened:
             claim_format(path, options.format_text)  # another layout is refused here as well
             opened = _opened[known]
+            if options.role == "owner" and not opened.shared.is_owner:
+                msg = (
+                    f"{path} is open as a reader in this process already; close that before opening "
+                    "it with role='owner'"
+                )
+                raise StoreBusy(msg)
             opened.count += 1
             opened.shared.metrics.shared_opens += 1
             return opened.shared

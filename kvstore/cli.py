@@ -272,12 +272,19 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def write_line(text: str) -> None:
     """Print a paragraph on stdout."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(_printable(text) + "\n")
 
 
 def write_json(value: Any) -> None:
     """Print a result as JSON on stdout."""
-    write_line(json.dumps(value, indent=2, ensure_ascii=False))
+    # ASCII, because names may hold what the terminal's encoding or UTF-8 itself has no bytes for.
+    write_line(json.dumps(value, indent=2))
+
+
+def _printable(text: str) -> str:
+    """Return text with what stdout cannot encode spelled out."""
+    encoding = sys.stdout.encoding or "ascii"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def write_table(header: Sequence[str], rows: Any) -> None:
@@ -291,7 +298,7 @@ def write_table(header: Sequence[str], rows: Any) -> None:
         side: Literal["left", "right"] = "right" if number else "left"
         table.add_column(title, justify=side, no_wrap=not number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(_printable(cell)) for cell in row))
     Console().print(table)
 
 

@@ -98,10 +98,11 @@ class FrameFormat:
 
     def __init__(self, layout: Layout, block_tokens: int) -> None:
         """Lay out a block. Raises ``ConfigError`` if its entries would not be whole."""
-        if block_tokens < 1 or block_tokens % layout.alignment:
+        is_number = isinstance(block_tokens, int) and not isinstance(block_tokens, bool)
+        if not is_number or not 1 <= block_tokens < 2**32 or block_tokens % layout.alignment:
             msg = (
                 f"block_tokens must be a positive multiple of the layout's alignment "
-                f"{layout.alignment}, found {block_tokens}"
+                f"{layout.alignment}, found {block_tokens!r}"
             )
             raise ConfigError(msg)
         self.layout = layout

@@ -30,7 +30,11 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
     Raises:
         ValueError: if they are not one-dimensional integers in ``[0, 2**32)``.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged, or a tensor on a device
+        msg = f"tokens must be a sequence of integers or a one-dimensional integer array: {error}"
+        raise ValueError(msg) from error
     if array.ndim != 1:
         msg = f"tokens must be one-dimensional, found shape {list(array.shape)}"
         raise ValueError(msg)

@@ -17,6 +17,8 @@ from kvstore.policy.protocol import Policy
 
 NEVER = math.inf
 """Expiry of a segment that does not expire."""
+GONE = 0.0
+"""Expiry of a segment that nobody may find any more, though a pin may still use it."""
 
 
 class Segment:
@@ -195,6 +197,13 @@ class PrefixIndex:
                 changed.append(node)
             node = node.parent
         return changed
+
+    def expire_namespace(self, namespace_id: int) -> None:
+        """Let no ``match`` against a time find a namespace's segments; pins keep what they use."""
+        for segment in self:
+            if segment.namespace_id == namespace_id:
+                self.expiring += segment.expires == NEVER
+                segment.expires = GONE
 
     def pin(self, segment: Segment) -> None:
         """Protect everything up to the end of ``segment`` from eviction; counted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,15 @@ class WindowSnapshot:
     rows: Mapping[str, NDArray[np.uint8]]
     source: str = "engine"
     """``"pool"`` when it came from the window pool, ``"replay"`` when a hook rebuilt it."""
+
+    def __post_init__(self) -> None:
+        """Reject places that are no integers, and widen narrow ones, which would overflow."""
+        for name in ("start", "stop"):
+            place: object = getattr(self, name)
+            if isinstance(place, bool) or not isinstance(place, Integral):
+                msg = f"a window snapshot needs integers, found {name} {place!r}"
+                raise ValueError(msg)
+            object.__setattr__(self, name, int(place))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ class Writer(Generic[T]):
         self._queued = 0
         self._changed = threading.Condition()
         self._is_closing = False
+        self._has_ended = False
         self.failure: BaseException | None = None
         """The last exception that ``commit`` let through: a bug, not a disk."""
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
@@ -79,20 +80,32 @@ class Writer(Generic[T]):
 
     def wait_for_room(self, seconds: float) -> bool:
         """Wait until one more block fits, at most ``seconds``; say whether it does."""
+        limit = min(max(0.0, seconds), BARRIER_SECONDS)
         with self._changed:
             return (
                 self._changed.wait_for(
-                    lambda: self._is_closing or self._queued < self._queue_blocks, max(0.0, seconds)
+                    lambda: self._is_closing or self._queued < self._queue_blocks, limit
                 )
                 and not self._is_closing
             )
 
-    def submit(self, block: QueuedBlock[T]) -> None:
-        """Queue a block. Callers ask for room first; one caller may overshoot by one block."""
+    @property
+    def is_closing(self) -> bool:
+        """Say whether nothing is taken any more."""
+        return self._is_closing
+
+    def submit(self, block: QueuedBlock[T]) -> bool:
+        """Queue a block; say whether it was taken, which it is until the writer closes.
+
+        Callers ask for room first; one caller may overshoot by one block.
+        """
         with self._changed:
+            if self._is_closing:
+                return False
             self._items.append(block)
             self._queued += 1
             self._changed.notify_all()
+            return True
 
     def drain(self) -> None:
         """Return when everything queued before is committed or dropped.
@@ -102,7 +115,7 @@ class Writer(Generic[T]):
         """
         barrier = _Barrier()
         with self._changed:
-            if self._is_closing and not self._thread.is_alive():
+            if self._has_ended:
                 return
             self._items.append(barrier)
             self._changed.notify_all()
@@ -122,6 +135,7 @@ class Writer(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._is_closing)
             if not self._items:
+                self._has_ended = True  # known under the lock: nobody waits for an ended thread
                 return None
             first = self._items[0]
             if isinstance(first, _Barrier):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
 from kvstore.layout import Layout
@@ -92,7 +94,8 @@ class WindowPool:
         rows = {}
         for group in self.layout.window_groups:
             skip = (first - snapshot.start) // group.tokens_per_entry
-            rows[group.name] = np.array(snapshot.rows[group.name][:, skip:], np.uint8, order="C")
+            source = _on_host(group.name, snapshot.rows[group.name])
+            rows[group.name] = np.array(source[:, skip:], np.uint8, order="C")
         size = sum(array.nbytes for array in rows.values())
         if size > self._obtainable_bytes():
             return False
@@ -181,9 +184,13 @@ class WindowPool:
 
 def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) -> None:
     """Raise ``ValueError`` unless ``snapshot`` could serve a hit of this layout."""
+    rows: object = getattr(snapshot, "rows", snapshot)
+    if not isinstance(rows, Mapping):
+        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {type(rows).__name__}"
+        raise ValueError(msg)
     groups = {group.name: group for group in layout.window_groups}
     if set(snapshot.rows) != set(groups):
-        msg = f"snapshot holds groups {sorted(snapshot.rows)}, expected the WINDOW groups {sorted(groups)}"
+        msg = f"snapshot holds groups {sorted(map(str, snapshot.rows))}, expected the WINDOW groups {sorted(groups)}"
         raise ValueError(msg)
     start, stop = snapshot.start, snapshot.stop
     if stop < 1 or stop % block_tokens:
@@ -194,14 +201,27 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
         msg = f"snapshot.start must be at most {latest} to serve a hit at {stop}, found {start}"
         raise ValueError(msg)
     for name, group in groups.items():
-        rows = np.asarray(snapshot.rows[name])
+        array = _on_host(name, snapshot.rows[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
-        if rows.dtype != np.uint8 or rows.shape != expected:
+        if array.dtype != np.uint8 or array.shape != expected:
             msg = (
                 f"snapshot rows of group {name!r}: expected uint8 {list(expected)}, "
-                f"found {rows.dtype} {list(rows.shape)}"
+                f"found {array.dtype} {list(array.shape)}"
             )
             raise ValueError(msg)
+
+
+def _on_host(name: str, rows: Any) -> NDArray[Any]:
+    """Return rows as a host array, also those of a tensor on a device."""
+    if hasattr(rows, "detach"):
+        rows = rows.detach().cpu()
+    try:
+        return np.asarray(rows)
+    except (ValueError, TypeError) as error:
+        msg = (
+            f"snapshot rows of group {name!r}: expected a uint8 array, found {type(rows).__name__}"
+        )
+        raise ValueError(msg) from error
 
 
 def copy_of(snapshot: WindowSnapshot) -> WindowSnapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,3 +130,26 @@ def test_what_is_no_store_says_so(tmp_path: Path) -> None:
     version.write_text(version.read_text().replace('"values":64', '"values":65'))
     with pytest.raises(StoreError, match="VERSION file is damaged"):
         admin.store_stats(tmp_path / "s")
+
+
+def test_a_record_that_is_its_own_parent_ends_the_chain(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with open_cache(path) as cache:
+        tokens = tokens_of(33)
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        tier = cache._shared.ssd
+        key = cache.lookup(tokens).prefix.key(2)
+        tier.amend([key], parent=key)
+    block = admin.inspect_block(path, key.hex())
+    assert not block["chain_is_whole"]
+    assert block["fault"] == "parent"
+
+
+def test_a_namespace_fact_with_odd_values_is_still_plain_json(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with open_cache(path) as cache:
+        fact = b'{"model": NaN, "tenant": 1e999, "id": "x", "weights": "w"}'
+        cache._shared.ssd.set_fact("namespace:1", fact)
+    (space,) = json.loads(json.dumps(admin.store_stats(path), allow_nan=False))["namespaces"]
+    assert (space["id"], space["model"], space["weights"]) == (1, "?", "w")

@@ -23,6 +23,10 @@ class Context:
         """Seconds that mean the same after a restart: for blocks with a time to live."""
         self.sequence = 0
 
+    def abandon(self) -> None:
+        """In a forked child: take a new lock; the old one may be held by a thread left behind."""
+        self.lock = threading.RLock()
+
     def next_sequence(self) -> int:
         """Return a new logical time. The caller holds the lock."""
         self.sequence += 1

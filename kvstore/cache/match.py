@@ -87,6 +87,8 @@ class Hold:
     """Pinned segments with the index that each belongs to."""
     snapshot: WindowSnapshot | None = None
     expires: float = 0.0
+    request: tuple[BlockHash, str] | None = None
+    """The namespace and request id that stand for it as long as it lasts."""
     is_released: bool = False
 
 
@@ -106,6 +108,8 @@ class Match:
         snapshot: WindowSnapshot | None,
         hold: Hold | None,
         request_id: str | None,
+        *,
+        needs_window: bool = False,
     ) -> None:
         self._shared = shared
         self.prefix = prefix
@@ -116,6 +120,10 @@ class Match:
         self.snapshot = snapshot
         self.hold = hold
         self.request_id = request_id
+        self.needs_window = needs_window
+        """Whether a hit without its window is of no use, because the engine cannot replay."""
+        self.entered = 0
+        """How often it was entered and not left again."""
         self.pages: Pages | None = None
         """What ``load`` made of it."""
 
@@ -218,6 +226,11 @@ class Pages:
         tensors: Mapping[str, Any] = self._shared.device.tensors
         return tensors
 
+    @property
+    def is_released(self) -> bool:
+        """Say whether the pin was dropped, so that the pages may hold anything."""
+        return self._hold.is_released
+
     def release(self) -> None:
         """Drop the pin. Idempotent."""
         self._shared.release(self._hold)
@@ -243,6 +256,10 @@ def host_entries(
         ValueError: naming the group, what was expected and what was found.
     """
     groups = {group.name: group for group in layout.global_groups}
+    given: object = entries
+    if not isinstance(given, Mapping):
+        msg = f"entries must map GLOBAL groups to arrays, found {type(given).__name__}"
+        raise ValueError(msg)
     missing, unknown = groups.keys() - entries.keys(), entries.keys() - groups.keys()
     if missing or unknown:
         wrong = (

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,15 @@ from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_full
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
 
 RETRY_EVICTION_BLOCKS = 16
-"""Blocks freed before a commit that found the map full is tried once more. spec/lmdb 2."""
+"""Blocks freed before a commit that found no room is tried once more. spec/lmdb 2."""
+FULL_RETRIES = 3
+"""Pages freed in a transaction come back two later, so one eviction is not enough on a full disk."""
 WRITE_ERRORS_TO_READ_ONLY = 3
 """Failed writes in a row after which writing stops. spec/lmdb 2."""
 
@@ -59,6 +62,16 @@ class _Run:
     @property
     def first(self) -> int:
         return self.blocks[0].number
+
+
+@dataclass(slots=True)
+class _Wish:
+    """A ``store`` of blocks that are queued already, to be granted when they are committed."""
+
+    prefix: Prefix
+    blocks: int
+    expires: float
+    is_pinned: bool
 
 
 class OwnedSsd:
@@ -93,12 +106,19 @@ class OwnedSsd:
         """Segments that a lasting pin protects."""
         self._undeleted: list[BlockKey] = []
         """Keys that left the index but not yet the medium, because a delete failed."""
+        self._changing = threading.RLock()
+        """Held from admission to publication of a batch, and from the index to the medium of a
+        removal: between the two, neither may see the other half done. Taken before the lock."""
+        self._wishes: dict[BlockKey, _Wish] = {}
+        """What was asked for blocks that still waited for their commit, by the last of them."""
         self._failures = 0
         self.is_read_only = False
-        self.namespaces: dict[int, dict[str, Any]] = {
-            int(number): json.loads(text) for number, text in ssd.facts("namespace:").items()
+        self.namespaces: dict[int, dict[str, Any]] = namespace_facts(ssd)
+        self._namespace_ids = {
+            entry["root"]: number
+            for number, entry in self.namespaces.items()
+            if isinstance(entry.get("root"), str)
         }
-        self._namespace_ids = {entry["root"]: number for number, entry in self.namespaces.items()}
         self._rebuild()
         self._writer: Writer[Ticket] = Writer(
             self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
@@ -128,13 +148,15 @@ class OwnedSsd:
 
     def discard(self, prefix: Prefix, number: int) -> None:
         """Remove a bad block and all that hangs on it."""
-        with self._context.lock:
-            position = self.index.match(prefix.path[: (number + 1) * KEY_BYTES])
-            if position.depth <= number:
-                return
-            segment = self.index.settle(position)
-            keys = self.index.remove_from(Position(segment, segment.blocks - 1, number))
-        self._delete(keys)
+        with self._changing:
+            with self._context.lock:
+                position = self.index.match(prefix.path[: (number + 1) * KEY_BYTES])
+                if position.depth <= number:
+                    return
+                segment = self.index.settle(position)
+                keys = self.index.remove_from(Position(segment, segment.blocks - 1, number))
+                self._sticky = {segment for segment in self._sticky if segment.is_live}
+            self._delete(keys)
 
     # ---- storing (callers' threads) ------------------------------------------------------------
 
@@ -158,6 +180,7 @@ class OwnedSsd:
             decided = plan.stores(first, stop, known)
             self._context.metrics.present_blocks += decided.present
             amends = self._renew(prefix, min(known, stop), expires, is_pinned=is_pinned)
+            self._wish(prefix, min(known, stop), expires, is_pinned=is_pinned)
         for keys, fields in amends:
             self._amend(keys, **fields)
         if decided.store is None:
@@ -172,9 +195,11 @@ class OwnedSsd:
                 reason = "write_error"
                 break
             if not self._writer.wait_for_room(deadline - time.monotonic()):
-                reason = "queue_full"
+                reason = "closed" if self._writer.is_closing else "queue_full"
                 break
-            self._submit(ticket, number, entries, number - first)
+            if not self._submit(ticket, number, entries, number - first):
+                reason = "closed"
+                break
             number += 1
         self._context.count_drop(reason, stop - number)
         return Stored(number * size, decided.present, stop - number)
@@ -199,11 +224,16 @@ class OwnedSsd:
             known = self._namespace_ids.get(name)
             if known is not None:
                 return known
-            number = max(self.namespaces, default=0) + 1
+            number = next(free for free in count(1) if free not in self.namespaces)
             entry = {"root": name, **namespace}
             self.namespaces[number] = entry
             self._namespace_ids[name] = number
-        self.ssd.set_fact(f"namespace:{number}", json.dumps(entry).encode())
+        try:
+            self.ssd.set_fact(f"namespace:{number}", json.dumps(entry).encode())
+        except MEDIUM_ERRORS:
+            with self._context.lock:  # a number without a name would be given away after a restart
+                del self.namespaces[number], self._namespace_ids[name]
+            raise
         return number
 
     def _known_blocks(self, prefix: Prefix) -> int:
@@ -239,6 +269,15 @@ class OwnedSsd:
             amends.append(([key], {"is_pinned": True}))
         return amends
 
+    def _wish(self, prefix: Prefix, blocks: int, expires: float, *, is_pinned: bool) -> None:
+        """Note what is asked for a prefix whose end is still queued, for when it is committed."""
+        if not blocks or prefix.key(blocks - 1) not in self._pending:
+            return
+        wish = _Wish(prefix, blocks, expires, is_pinned)
+        earlier = self._wishes.setdefault(prefix.key(blocks - 1), wish)
+        earlier.expires = max(earlier.expires, expires)
+        earlier.is_pinned |= is_pinned
+
     def _stick(self, segment: Segment) -> None:
         self.index.pin(segment)
         self._sticky.add(segment)
@@ -254,10 +293,9 @@ class OwnedSsd:
                 if node in self._sticky:
                     self._sticky.discard(node)
                     self.index.unpin(node)
-                    keys += node.block_keys()
+                keys += node.block_keys()  # a split leaves marks of the pin in the upper part too
                 node = node.parent
-        if keys:
-            self._amend(keys, is_pinned=False)
+        self._amend(keys, is_pinned=False)
 
     def _amend(self, keys: Sequence[BlockKey], **fields: Any) -> None:
         try:
@@ -267,8 +305,11 @@ class OwnedSsd:
 
     def _submit(
         self, ticket: Ticket, number: int, entries: Mapping[str, NDArray[np.uint8]], block: int
-    ) -> None:
-        """Frame one block outside the lock, then queue it unless another thread was faster."""
+    ) -> bool:
+        """Frame one block outside the lock, then queue it unless another thread was faster.
+
+        Returns False if the store is being closed.
+        """
         prefix = ticket.prefix
         size = self._block_tokens
         header = Header(
@@ -290,31 +331,52 @@ class OwnedSsd:
         with self._context.lock:
             if queued.key in self._pending:
                 self._context.metrics.present_blocks += 1
-                return
+                return True
+            if not self._writer.submit(queued):
+                return False
             self._pending.add(queued.key)
-            self._writer.submit(queued)
+            return True
 
     # ---- committing (writer thread) ------------------------------------------------------------
 
     def _commit(self, batch: list[QueuedBlock[Ticket]]) -> None:
-        """Write a batch: make room, one transaction, then publish in the index."""
+        """Write a batch, then see to what was asked for its blocks while they waited."""
         lock = self._context.lock
         try:
-            with lock:
-                runs = self._admit(batch)
-                parents = self._pin_parents(runs)
-                uses, self._uses = self._uses, {}
-            try:
-                self._make_room(runs)
-                if self._put(runs, uses):
-                    self._publish(runs)
-            finally:
-                with lock:
-                    for segment in parents:
-                        self.index.unpin(segment)
+            with self._changing:
+                self._write(batch)
         finally:
             with lock:
                 self._pending.difference_update(block.key for block in batch)
+        with lock:
+            amends = []
+            for key in [key for key in self._wishes if key not in self._pending]:
+                wish = self._wishes.pop(key)
+                amends += self._renew(
+                    wish.prefix, wish.blocks, wish.expires, is_pinned=wish.is_pinned
+                )
+        for keys, fields in amends:
+            self._amend(keys, **fields)
+
+    def _write(self, batch: list[QueuedBlock[Ticket]]) -> None:
+        """Make room, write one transaction, then publish it in the index."""
+        with self._context.lock:
+            runs = self._admit(batch)
+            parents = self._pin_parents(runs)
+            uses, self._uses = self._uses, {}
+        try:
+            self._make_room(runs)
+            if self._put(runs, uses):
+                self._publish(runs)
+        except (
+            MEDIUM_ERRORS
+        ) as error:  # of asking how full it is; all else is handled where it fails
+            self._note_write_error(error)
+            self._context.count_drop("write_error", sum(len(run.blocks) for run in runs))
+        finally:
+            with self._context.lock:
+                for segment in parents:
+                    self.index.unpin(segment)
 
     def _admit(self, batch: Sequence[QueuedBlock[Ticket]]) -> list[_Run]:
         """Split a batch into runs, leaving out what is present and what lost its parent."""
@@ -385,16 +447,16 @@ class OwnedSsd:
             self._note_write_error(error)
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
-        """Write the runs in one transaction; on a full map free a little and try once more."""
+        """Write the runs in one transaction; where there is no room, free a little and try again."""
         puts = [self._as_put(block) for run in runs for block in run.blocks]
         if not puts and not uses:
             return True
-        for attempt in (1, 2):
+        for attempt in range(1 + FULL_RETRIES):
             try:
                 self.ssd.put(puts, uses)
             except MEDIUM_ERRORS as error:
-                if attempt == 1 and is_full(error):
-                    self._evict(RETRY_EVICTION_BLOCKS)
+                if attempt < FULL_RETRIES and self.ssd.lacks_room(error, len(puts)):
+                    self._evict(max(RETRY_EVICTION_BLOCKS, len(puts) if attempt else 0))
                     continue
                 self._note_write_error(error)
                 self._context.count_drop("write_error", len(puts))
@@ -470,10 +532,11 @@ class OwnedSsd:
         if number is None:
             return 0
         self.flush()
-        with self._context.lock:
-            keys = self.index.remove_namespace(number)
-            self._sticky = {segment for segment in self._sticky if segment.is_live}
-        self._delete(keys)
+        with self._changing:
+            with self._context.lock:
+                keys = self.index.remove_namespace(number)
+                self._sticky = {segment for segment in self._sticky if segment.is_live}
+            self._delete(keys)
         return len(keys)
 
     def flush(self) -> None:
@@ -529,3 +592,18 @@ class OwnedSsd:
 def _stored_expiry(expires: float) -> float:
     """Return an expiry as records hold it: 0 for never."""
     return 0.0 if expires == NEVER else expires
+
+
+def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
+    """Return the namespaces that a store names, by number; the name of a damaged one is empty."""
+    found: dict[int, dict[str, Any]] = {}
+    for text, value in ssd.facts("namespace:").items():
+        if not (text.isascii() and text.isdigit() and len(text) <= 10):
+            continue
+        try:
+            entry = json.loads(value)
+        except (ValueError, RecursionError):
+            entry = None
+        fields = entry.items() if isinstance(entry, dict) else ()
+        found[int(text)] = {k: v for k, v in fields if v is None or isinstance(v, str | int)}
+    return found

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import KEY_BYTES, BlockKey
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
 from kvstore.cache.match import Hold, Prefix
-from kvstore.index import NEVER, PrefixIndex, Segment
+from kvstore.index import GONE, NEVER, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Fetch = Callable[[Prefix, int, int, Callable[[int, memoryview], None]], int]
 """Read blocks ``[start, stop)`` of a prefix, verified, handing each to a taker; return where that
 ended."""
+Expiry = Callable[[Prefix, int], float]
+"""Say until when the medium keeps the first blocks of a prefix."""
 
 
 class DevicePages:
@@ -36,44 +38,66 @@ class DevicePages:
         self.index = PrefixIndex(Lru[Segment]())
         self._context = context
         self._page_of: dict[BlockKey, int] = {}
+        self._namespace_ids: dict[BlockHash, int] = {}
 
-    def load(self, prefix: Prefix, hit: int, fetch: Fetch) -> tuple[list[int], Hold]:
+    def load(
+        self, prefix: Prefix, hit: int, fetch: Fetch, expiry: Expiry
+    ) -> tuple[list[int], Hold]:
         """Bring the first ``hit`` blocks into pages; return the pages that could be filled.
 
         What is in pages already is shared; the rest is fetched into fresh pages. The returned hold
         pins them all.
         """
         hold = Hold(expires=NEVER)
-        with self._context.lock:
-            position = self.index.match(prefix.path[: hit * KEY_BYTES])
-            have = position.depth
-            if have:
-                segment = self.index.settle(position)
-                self.index.pin(segment)
-                hold.segments.append((self.index, segment))
-            fresh = self._take_pages(hit - have)
-        stop = have
-        if fresh:
-            take = lambda i, frame: self.tier.write(fresh[i], frame)  # noqa: E731
-            stop = fetch(prefix, have, have + len(fresh), take)
+        fresh: list[int] = []
+        stop = have = 0
+        try:
+            with self._context.lock:
+                have = self._hold(prefix, hit, hold)
+                fresh = self._take_pages(hit - have)
+            stop = have
+            if fresh:
+                take = lambda i, frame: self.tier.write(fresh[i], frame)  # noqa: E731
+                stop = fetch(prefix, have, have + len(fresh), take)
+        except BaseException:
+            with self._context.lock:
+                self.tier.free(fresh)
+                self._release(hold)
+            raise
+        expires = expiry(prefix, stop) if stop > have else GONE
         with self._context.lock:
             self.tier.free(fresh[stop - have :])
-            self._adopt(prefix, have, fresh[: stop - have], hold)
+            self._adopt(prefix, have, fresh[: stop - have], expires)
+            self._hold(prefix, stop, hold)
             return [self._page_of[prefix.key(number)] for number in range(stop)], hold
+
+    def _hold(self, prefix: Prefix, blocks: int, hold: Hold) -> int:
+        """Pin what is in pages of the first ``blocks`` blocks; return how many that are."""
+        position = self.index.match(prefix.path[: blocks * KEY_BYTES])
+        if position.depth:
+            segment = self.index.settle(position)
+            self.index.pin(segment)
+            hold.segments.append((self.index, segment))
+        return position.depth
+
+    @staticmethod
+    def _release(hold: Hold) -> None:
+        for index, segment in hold.segments:
+            index.unpin(segment)
 
     def _take_pages(self, count: int) -> list[int]:
         """Allocate up to ``count`` pages, evicting what nobody pins."""
         short = count - self.tier.free_pages
         if short > 0:
-            self._evict(short)
+            keys = self.index.evict(short, self._context.wall_clock())
+            self._context.metrics.evicted_blocks["device"] += len(keys)
+            self._free(keys)
         return self.tier.allocate(min(count, self.tier.free_pages))
 
-    def _evict(self, blocks: int) -> None:
-        keys = self.index.evict(blocks)
-        self._context.metrics.evicted_blocks["device"] += len(keys)
+    def _free(self, keys: list[BlockKey]) -> None:
         self.tier.free([self._page_of.pop(key) for key in keys])
 
-    def _adopt(self, prefix: Prefix, first: int, pages: list[int], hold: Hold) -> None:
+    def _adopt(self, prefix: Prefix, first: int, pages: list[int], expires: float) -> None:
         """Publish filled pages; where another thread was faster, its pages stay."""
         stop = first + len(pages)
         present = self.index.match(prefix.path[: stop * KEY_BYTES])
@@ -83,23 +107,37 @@ class DevicePages:
         if known < stop:
             keys = [prefix.key(number) for number in range(known, stop)]
             self._page_of.update(zip(keys, pages[known - first :], strict=True))
-            tick = self._context.next_sequence()
-            segment = self.index.insert(segment, b"".join(keys), now=tick, namespace_id=0)
-        if stop:
-            self.index.pin(segment)
-            hold.segments.append((self.index, segment))
+            segment = self.index.insert(
+                segment,
+                b"".join(keys),
+                now=self._context.next_sequence(),
+                namespace_id=self._namespace_ids.setdefault(
+                    prefix.root, len(self._namespace_ids) + 1
+                ),
+                expires=expires,
+            )
+        if pages and self.index.expiring:  # a parent lives as long as what hangs on it
+            self.index.renew(segment, expires)
 
     def read(
         self, prefix: Prefix, first: int, stop: int, entries: Mapping[str, NDArray[np.uint8]]
     ) -> int:
         """Copy blocks ``[first, stop)`` to host entries; return where that ended."""
-        for number in range(first, stop):
-            page = self._page_of.get(prefix.key(number))
-            if page is None:
-                return number
-            self.tier.read(page, entries, number)
-        return stop
+        hold = Hold(expires=NEVER)
+        with self._context.lock:  # a match that was never entered, or was left, holds nothing
+            have = self._hold(prefix, stop, hold)
+            pages = [self._page_of[prefix.key(number)] for number in range(first, have)]
+        try:
+            for number, page in enumerate(pages, first):
+                self.tier.read(page, entries, number)
+        finally:
+            with self._context.lock:
+                self._release(hold)
+        return max(first, have)
 
-    def clear(self) -> None:
-        """Forget every page that nobody pins."""
-        self._evict(self.index.blocks)
+    def clear(self, root: BlockHash) -> None:
+        """Forget the pages of one namespace; those that are pinned stay, for their pins only."""
+        number = self._namespace_ids.get(root)
+        if number is not None:
+            self.index.expire_namespace(number)
+            self._free(self.index.evict(0, self._context.wall_clock()))

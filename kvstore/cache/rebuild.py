@@ -15,8 +15,8 @@ def rebuild(
     """Fill an empty index from records; return orphans, deepest first.
 
     A persisted use stands at the deepest block of its hit only, so a block's recency is the newest
-    in its subtree. A segment ends at a fork and wherever that recency or the expiry changes, which
-    is where a request ended. ``stick`` is called with each segment that holds a pinned block.
+    in its subtree. A segment ends at a fork, behind a pin, and wherever that recency or the expiry
+    changes, which is where a request ended. ``stick`` is called with each segment that holds a pinned block.
 
     Cost: about 3 µs a block.
     """
@@ -66,4 +66,9 @@ def _continues(
     lower: BlockKey,
 ) -> bool:
     """Say whether a block belongs to the same segment as its parent."""
-    return recency[upper] == recency[lower] and records[upper].expires == records[lower].expires
+    above, below = records[upper], records[lower]
+    return (
+        recency[upper] == recency[lower]
+        and above.expires == below.expires
+        and above.is_pinned <= below.is_pinned  # a pin ends where the pinned prefix did
+    )

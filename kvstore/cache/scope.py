@@ -5,8 +5,10 @@ It turns tokens into identities, checks arguments, and leaves the rest to the sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,13 +76,21 @@ class Scope:
 
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()
+        self._follow_generation()
         ids = as_tokens(tokens)
+        if ids is tokens or ids.base is not None:
+            ids = ids.copy()  # a match outlives the call; its caller's buffer may not
+        images = tuple(images)  # walked twice below
         for image in images:
+            given: object = image
+            if not isinstance(given, ImageSpan):
+                msg = f"images must be ImageSpan values, found {type(given).__name__}"
+                raise ValueError(msg)
             if image.stop > len(ids):
                 msg = f"image span [{image.start}, {image.stop}) ends beyond {len(ids)} tokens"
                 raise ValueError(msg)
         hashes = block_hashes(self._root, ids, self.block_tokens, images)
-        return Prefix(self._root, ids, hashes, tuple(images), self.block_tokens)
+        return Prefix(self._root, ids, hashes, images, self.block_tokens)
 
     # ---- global KV -----------------------------------------------------------------------------
 
@@ -115,12 +125,17 @@ class Scope:
         Cost: one copy and one checksum of what is new, in the caller's thread.
         """
         ids = as_tokens(tokens)
-        if not 0 <= start <= len(ids) or start % self.block_tokens:
+        given: object = start
+        is_number = isinstance(given, Integral) and not isinstance(given, bool)
+        if not is_number or not 0 <= start <= len(ids) or start % self.block_tokens:
             msg = (
                 f"start must be a block boundary (a multiple of {self.block_tokens}) "
-                f"within {len(ids)} tokens, found {start}"
+                f"within {len(ids)} tokens, found {start!r}"
             )
             raise ValueError(msg)
+        start = int(start)  # a narrow NumPy integer would overflow
+        wait = _seconds(wait, "wait")
+        ttl = None if ttl is None else _seconds(ttl, "ttl")
         if ttl is not None and ttl <= 0:
             msg = f"ttl must be positive seconds or None, found {ttl}"
             raise ValueError(msg)
@@ -148,6 +163,10 @@ class Scope:
         lease; enter the match to protect it for as long as it is entered. ``need_window`` finds
         the longest hit whose window is pooled too, for engines that cannot replay.
 
+        Asked again under one ``request_id``, the same request gets the same match, for as long as
+        that match protects anything; other tokens under the id are another request. Ids of
+        different namespaces have nothing to do with each other.
+
         Cost: one SHA-256 per block and one comparison per segment; no disk in the owner.
         """
         prefix = self._prefix(tokens, images)
@@ -162,7 +181,7 @@ class Scope:
 
     def release(self, request_id: str) -> None:
         """Forget the match that ``lookup`` gave to ``request_id``."""
-        self._shared.forget_request(request_id)
+        self._shared.forget_request((self._root, request_id))
 
     def read(self, match: Match) -> Entries:
         """Copy the entries of a match to host arrays, verified.
@@ -245,7 +264,11 @@ class Scope:
             batch[1].append(position)
             batch[2].append(_request(match))
         for hook, places, requests in asked:
-            snapshots = list(hook(requests))
+            returned: object = hook(requests)
+            if not isinstance(returned, Sequence):
+                msg = f"the replay hook returned {type(returned).__name__}, expected a list of snapshots"
+                raise ValueError(msg)
+            snapshots = list(returned)
             if len(snapshots) != len(requests):
                 msg = f"the replay hook returned {len(snapshots)} snapshots for {len(requests)} requests"
                 raise ValueError(msg)
@@ -258,6 +281,10 @@ class Scope:
         return [found[position] for position in range(len(pairs))]
 
     def _check_replayed(self, request: ReplayRequest, snapshot: WindowSnapshot) -> None:
+        given: object = snapshot
+        if not isinstance(given, WindowSnapshot):
+            msg = f"the replay hook returned a {type(given).__name__}, expected a WindowSnapshot"
+            raise ValueError(msg)
         if snapshot.stop != request.stop or snapshot.start > request.start:
             msg = (
                 f"the replay hook returned rows [{snapshot.start}, {snapshot.stop}), "
@@ -270,7 +297,7 @@ class Scope:
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell how long the engine took to compute ``tokens``: what ``worth_loading`` weighs."""
-        if tokens < 1 or seconds <= 0:
+        if not (1 <= tokens < math.inf and 0 < seconds < math.inf):
             msg = f"expected positive tokens and seconds, found {tokens} and {seconds}"
             raise ValueError(msg)
         self._shared.observe_prefill(tokens, seconds)
@@ -295,6 +322,7 @@ class Scope:
         if target._shared is not self._shared:  # noqa: SLF001 - a sibling of this class
             msg = "the scope to clear belongs to another store"
             raise ValueError(msg)
+        target._follow_generation()  # noqa: SLF001
         return self._shared.clear(target._root)  # noqa: SLF001
 
     def bump_generation(self) -> int:
@@ -305,10 +333,16 @@ class Scope:
         because nothing uses them any more.
         """
         self._shared.guard()
-        generation = self.namespace.generation + 1
-        self._shared.set_generation(self._line, generation)
-        self._bind(replace(self.namespace, generation=generation))
-        return generation
+        self._follow_generation()
+        newer = replace(self.namespace, generation=self.namespace.generation + 1)
+        self._shared.set_generation(self._line, newer.generation)
+        self._bind(newer)
+        return newer.generation
+
+    def _follow_generation(self) -> None:
+        """Go on to the generation that another scope of this namespace has begun."""
+        if not self._shared.is_current(self._line, self.namespace.generation):
+            self._bind(self.namespace)
 
 
 class Device:
@@ -340,6 +374,9 @@ class Device:
         if group not in known:
             msg = f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}"
             raise ValueError(msg)
+        if pages.is_released:
+            msg = "these pages were released, and may hold another prefix by now; load the match again"
+            raise ValueError(msg)
         return self._shared.device.gather(pages.page_ids, known[group], layer, entry_indices, dtype)
 
     @property
@@ -356,6 +393,16 @@ class Device:
     def free_pages(self) -> int:
         """How many hold nothing."""
         return self._shared.device.free_pages
+
+
+def _seconds(value: object, name: str) -> float:
+    """Return a number of seconds as a float. Raises ``ValueError`` for NaN and for no number."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    seconds = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if math.isnan(seconds):
+        msg = f"{name} must be seconds, found {value!r}"
+        raise ValueError(msg)
+    return seconds
 
 
 def _request(match: Match) -> ReplayRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
@@ -16,11 +15,11 @@ from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
 from kvstore.cache.context import Context
 from kvstore.cache.match import Entries, Hold, Match, Pages, Prefix, Stored
-from kvstore.cache.owner import OwnedSsd
+from kvstore.cache.owner import OwnedSsd, namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import FrameFormat
-from kvstore.index import NEVER, Position, PrefixIndex
+from kvstore.index import GONE, NEVER, Position, PrefixIndex
 from kvstore.replay import WindowSnapshot
 from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
@@ -33,6 +32,9 @@ LEASE_SECONDS = 30.0
 queued for longer, and an expired lease costs a shorter hit, never an error."""
 UNMEASURED_READ_BYTES_PER_SECOND = 0.3e9
 """Assumed until something was read: a cold read of 57 KB blocks by hint. spec/lmdb 1.4."""
+
+RequestKey = tuple[BlockHash, str]
+"""A request id with the root of the namespace that used it: tenants number requests alike."""
 
 
 class SharedTiers:
@@ -62,9 +64,11 @@ class SharedTiers:
         self.window = window
         self.owned: OwnedSsd | None = None
         self.pages: DevicePages | None = None
+        self._generations: dict[str, int] = {}
+        """Newest generation of each line of weights that a scope of this process has used."""
         self._open_device = open_device
         self._leases: deque[Hold] = deque()
-        self._by_request: dict[str, Match] = {}
+        self._by_request: dict[RequestKey, Match] = {}
         self._pid = os.getpid()
         self._is_closed = False
         if ssd.is_owner:
@@ -94,18 +98,49 @@ class SharedTiers:
         return self.owned
 
     def generation(self, line: str, given: int) -> int:
-        """Return the generation of a line of weights: the newer of the given and the recorded."""
-        try:
-            recorded = self.ssd.fact(f"generation:{line}")
-        except MEDIUM_ERRORS:
-            recorded = None
-        return max(given, int(recorded) if recorded else 0)
+        """Return the generation of a line of weights: the newer of the given and the recorded.
+
+        Raises:
+            StoreError: if what is recorded cannot be read; a guess could bring old weights back.
+        """
+        with self.context.lock:
+            known = self._generations.get(line)
+        if known is None or not self.is_owner:  # a reader's owner may have begun a newer one
+            try:
+                text = self.ssd.fact(f"generation:{line}") or b"0"
+            except MEDIUM_ERRORS as error:
+                msg = f"the generation recorded in {self.ssd.path} cannot be read: {error}"
+                raise StoreError(msg) from error
+            if not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
+                msg = (
+                    f"the generation recorded in {self.ssd.path} is {text[:40]!r}, expected an integer "
+                    "in [0, 2**64); use another path or remove the directory"
+                )
+                raise StoreError(msg)
+            known = int(text)
+        with self.context.lock:
+            newest = max(given, known, self._generations.get(line, 0))
+            self._generations[line] = max(known, self._generations.get(line, 0))
+        return newest
+
+    def is_current(self, line: str, generation: int) -> bool:
+        """Say whether no newer generation of a line of weights was begun in this process."""
+        return self._generations.get(line, 0) <= generation
 
     def set_generation(self, line: str, generation: int) -> None:
-        """Record a generation, so that a restart does not go back to old weights."""
-        self.owner("bumps the generation").ssd.set_fact(
-            f"generation:{line}", str(generation).encode()
-        )
+        """Record a generation, so that a restart does not go back to old weights.
+
+        Raises:
+            StoreError: if it cannot be recorded; then the old one stays in force.
+        """
+        ssd = self.owner("bumps the generation").ssd
+        try:
+            ssd.set_fact(f"generation:{line}", str(generation).encode())
+        except MEDIUM_ERRORS as error:
+            msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
+            raise StoreError(msg) from error
+        with self.context.lock:
+            self._generations[line] = max(generation, self._generations.get(line, 0))
 
     # ---- looking up ----------------------------------------------------------------------------
 
@@ -118,8 +153,9 @@ class SharedTiers:
         stored = None if self.is_owner else self._reader_run(path)
         with self.context.lock:
             self._give_up_leases()
-            if not is_probe and request_id is not None and request_id in self._by_request:
-                return self._by_request[request_id]
+            request = None if request_id is None or is_probe else (prefix.root, request_id)
+            if request is not None and (known := self._same_request(request, prefix)) is not None:
+                return known
             resident = {name: where.depth for name, (_, where) in self._positions(path).items()}
             if stored is not None:
                 resident["ssd"] = stored
@@ -132,20 +168,33 @@ class SharedTiers:
             else:
                 hold = self._take_hold(prefix, hit)
                 snapshot = hold.snapshot
-                hold.expires = self.context.clock() + LEASE_SECONDS
-                if hold.segments or snapshot is not None:
+                hold.expires, hold.request = self.context.clock() + LEASE_SECONDS, request
+                if hold.segments or snapshot is not None or request is not None:
                     self._leases.append(hold)
             hit_tokens = hit * self.block_tokens
-            match = Match(self, prefix, resident, hit_tokens, snapshot, hold, request_id)
+            match = Match(
+                *(self, prefix, resident, hit_tokens, snapshot, hold, request_id),
+                needs_window=need_window and self.layout.window_tokens > 0,
+            )
             if not is_probe:
                 self._count_lookup(match, has_block=limit > 0)
-                if request_id is not None:
-                    self._by_request[request_id] = match
+                if request is not None:
+                    self._by_request[request] = match
             return match
+
+    def _same_request(self, request: RequestKey, prefix: Prefix) -> Match | None:
+        """Return what a request id was given before; forget it if it was for other tokens."""
+        known = self._by_request.get(request)
+        if known is None:
+            return None
+        if known.prefix.path == prefix.path and np.array_equal(known.tokens, prefix.tokens):
+            return known
+        self.forget_request(request)
+        return None
 
     def _reader_run(self, path: bytes) -> int:
         try:
-            return self.ssd.leading_run(path)
+            return self.ssd.leading_run(path, self.context.wall_clock())
         except MEDIUM_ERRORS:
             self.metrics.corrupt_blocks["io"] += 1
             return 0
@@ -217,6 +266,7 @@ class SharedTiers:
         self.guard()
         blocks = match.hit_tokens // self.block_tokens
         with self.context.lock:
+            match.entered += 1
             if match.hold is not None and not match.hold.is_released:
                 match.hold.expires = NEVER
                 return
@@ -224,21 +274,32 @@ class SharedTiers:
             match.hold.expires = NEVER
             match.snapshot = match.hold.snapshot
             left = self._positions(match.prefix.path[: blocks * KEY_BYTES])
-        if self.is_owner:
-            depth = max((position.depth for _, position in left.values()), default=0)
-            match.shrink(depth * self.block_tokens)
+            hit = blocks
+            if self.is_owner:
+                hit = max((position.depth for _, position in left.values()), default=0)
+            if match.needs_window:
+                hit = self._longest_with_window(match.prefix, hit)
+            match.shrink(hit * self.block_tokens)
 
     def leave(self, match: Match) -> None:
-        """Drop a match's pin."""
-        if match.hold is not None:
+        """Drop a match's pin, if it is left as often as it was entered."""
+        match.entered = max(0, match.entered - 1)
+        if match.hold is not None and not match.entered:
             self.release(match.hold)
-        if match.request_id is not None:
-            self.forget_request(match.request_id)
+            if match.hold.request is not None:
+                self._forget(match.hold.request, match.hold)
 
-    def forget_request(self, request_id: str) -> None:
+    def _forget(self, request: RequestKey, hold: Hold) -> None:
+        """Drop what a request id stands for, unless by now that is something else."""
+        with self.context.lock:
+            known = self._by_request.get(request)
+            if known is not None and known.hold is hold:
+                del self._by_request[request]
+
+    def forget_request(self, request: RequestKey) -> None:
         """Drop what a request id stands for. Unknown ids are ignored."""
         with self.context.lock:
-            match = self._by_request.pop(request_id, None)
+            match = self._by_request.pop(request, None)
             if match is not None and match.hold is not None and match.hold.expires != NEVER:
                 self.release(match.hold)
 
@@ -262,8 +323,10 @@ class SharedTiers:
                 return
             self._leases.popleft()
             if not hold.is_released and hold.expires != NEVER:
-                self.metrics.expired_leases += 1
+                self.metrics.expired_leases += bool(hold.segments or hold.snapshot)
                 self.release(hold)
+                if hold.request is not None:
+                    self._forget(hold.request, hold)
 
     # ---- storing and reading -------------------------------------------------------------------
 
@@ -299,6 +362,7 @@ class SharedTiers:
                 break
         if done < hit:
             match.shrink(done * self.block_tokens)
+            done = min(done, match.hit_tokens // self.block_tokens)  # less if a window is needed
             for name, array in entries.items():
                 entries[name] = array[:, : done * self.format.entries[name]]
         return Entries(entries, done * self.block_tokens)
@@ -359,11 +423,23 @@ class SharedTiers:
         """Promote a match into device pages; what does not fit or is bad shortens the result."""
         pages = self._device_pages()
         hit = match.hit_tokens // self.block_tokens
-        table, hold = pages.load(match.prefix, hit, self._fetch)
-        tokens = len(table) * self.block_tokens
-        match.shrink(tokens)
+        table, hold = pages.load(match.prefix, hit, self._fetch, self._expiry)
+        match.shrink(len(table) * self.block_tokens)
+        tokens = min(len(table) * self.block_tokens, match.hit_tokens)  # less if a window is needed
+        table = table[: tokens // self.block_tokens]
         match.pages = Pages(self, pages.tier.page_table(table), tokens, hold, pages.tier.layout_tag)
         return match.pages
+
+    def _expiry(self, prefix: Prefix, blocks: int) -> float:
+        """Return until when the medium keeps a prefix that was just read; the past if it is gone."""
+        if self.owned is not None:
+            position = self.owned.index.match(prefix.path[: blocks * KEY_BYTES])
+            return position.segment.expires if position.depth == blocks else GONE
+        try:
+            record = self.ssd.record(prefix.key(blocks - 1))
+        except MEDIUM_ERRORS:
+            record = None
+        return GONE if record is None else record.expires or NEVER
 
     # ---- windows -------------------------------------------------------------------------------
 
@@ -388,6 +464,9 @@ class SharedTiers:
             if hold.snapshot is not None:
                 self.window.unpin(hold.snapshot)
                 hold.snapshot = None
+            if match.needs_window:
+                hit = match.hit_tokens // self.block_tokens
+                match.hit_tokens = self._longest_with_window(match.prefix, hit) * self.block_tokens
             if match.hit_tokens:
                 hold.snapshot = self.window.pin(match.prefix.hash_at(match.hit_tokens))
             return hold.snapshot
@@ -400,7 +479,7 @@ class SharedTiers:
         with self.context.lock:
             self.window.clear(root)
             if self.pages is not None:
-                self.pages.clear()
+                self.pages.clear(root)
         return count
 
     def flush(self) -> None:
@@ -422,13 +501,19 @@ class SharedTiers:
     def abandon(self) -> None:
         """In a forked child: drop the inherited files so that the child can open its own."""
         self._is_closed = True
+        self.context.abandon()
         self.ssd.abandon()
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes as plain JSON values."""
         with self.context.lock:
             self._give_up_leases()
-        tiers = {"ssd": self._ssd_stats()}
+        try:
+            tiers = {"ssd": self._ssd_stats()}
+            named = namespace_facts(self.ssd) if self.owned is None else {}
+        except MEDIUM_ERRORS as error:
+            msg = f"the store at {self.ssd.path} cannot be read: {error}"
+            raise StoreError(msg) from error
         with self.context.lock:
             if self.pages is not None:
                 tiers["device"] = self._page_stats(self.pages)
@@ -441,7 +526,9 @@ class SharedTiers:
                 "tiers": tiers,
                 "window": self.window.stats(),
                 "index": {"segments": self.owned.index.segments if self.owned is not None else 0},
-                "namespaces": self._namespace_stats(),
+                "namespaces": [{"id": number, **entry} for number, entry in sorted(named.items())]
+                if self.owned is None
+                else self.owned.namespace_counts(),
                 "counters": self.metrics.as_dict(),
                 "alarms": self.metrics.alarms
                 + (self.owned.alarms if self.owned is not None else []),
@@ -470,11 +557,3 @@ class SharedTiers:
             "live_bytes": used * pages.tier.page_bytes,
             "capacity_bytes": pages.tier.page_count * pages.tier.page_bytes,
         }
-
-    def _namespace_stats(self) -> list[dict[str, Any]]:
-        if self.owned is not None:
-            return self.owned.namespace_counts()
-        return [
-            {"id": int(number), **json.loads(text)}
-            for number, text in sorted(self.ssd.facts("namespace:").items())
-        ]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import ConfigError, LayoutMismatch, StoreBusy, StoreError
@@ -17,12 +19,20 @@ from kvstore.frame import FORMAT_VERSION
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "owner.lock"
+_MAP_LOCK_FILE = "lock.mdb"
 VERSION_FILE = "VERSION"
+_PARTIAL_FILE = "VERSION.partial"
+"""``VERSION`` while it is written: left behind by a process that was killed just then."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "lustre"}
 )
 """Where mapped files and robust mutexes of several hosts do not agree. Source: LMDB's caveats."""
+
+_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
+"""``owner_pid`` holds a shared lock for a moment, which must not pass for an owner."""
+_ASIDE = re.compile(r"\.bad-\d{8}T\d{6}")
+"""What ``set_aside`` puts behind a store's name."""
 
 
 def prepare(path: Path) -> None:
@@ -58,8 +68,11 @@ def prepare(path: Path) -> None:
 def require_store_or_empty(path: Path) -> None:
     """Raise ``StoreError`` if ``path`` holds files but is no store."""
     if not (path / VERSION_FILE).exists():
-        strangers = sorted(item.name for item in path.iterdir() if item.name != LOCK_FILE)
-        if strangers:
+        known = {LOCK_FILE, _PARTIAL_FILE}
+        names = (item.name for item in path.iterdir())
+        strangers = sorted(n for n in names if n not in known and not _is_aside(path, n))
+        # Looked at again: another process may have become its owner and made the store just now.
+        if strangers and not (path / VERSION_FILE).exists():
             msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}"
             raise StoreError(msg)
 
@@ -110,7 +123,7 @@ def claim_format(path: Path, format_text: str) -> None:
             )
             raise LayoutMismatch(msg)
         return
-    partial = version.with_suffix(".partial")
+    partial = path / _PARTIAL_FILE
     with partial.open("w", encoding="utf-8") as file:
         file.write(f"{_FIRST_LINE}\n{format_text}\n")
         file.flush()
@@ -123,12 +136,20 @@ def try_lock(path: Path) -> int | None:
     """Become the owner: return a descriptor that holds the lock, or None if another process does."""
     fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == _LOCK_ATTEMPTS - 1:
+                    os.close(fd)
+                    return None
+                time.sleep(_LOCK_PAUSE_SECONDS)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
         os.close(fd)
-        return None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        raise
     return fd
 
 
@@ -159,13 +180,32 @@ def busy(path: Path) -> StoreBusy:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a broken store to ``<name>.bad-<time>``, keep only that one, and return where it is."""
-    for older in path.parent.glob(f"{path.name}.bad-*"):
-        shutil.rmtree(older, ignore_errors=True)
-    target = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%dT%H%M%S')}")
-    path.rename(target)
+    """Rename a broken store to ``<name>.bad-<time>``, keep only that one, and return where it is.
+
+    A directory that cannot be renamed, such as a mount point, gets it as a subdirectory.
+    """
+    for folder in (path.parent, path):
+        with suppress(OSError):
+            for older in [item for item in folder.iterdir() if _is_aside(path, item.name)]:
+                shutil.rmtree(older, ignore_errors=True)
+    name = f"{path.name}.bad-{time.strftime('%Y%m%dT%H%M%S')}"
+    target = path.with_name(name)
+    try:
+        path.rename(target)
+    except OSError:
+        target = path / name
+        target.mkdir(mode=0o700)
+        for item in (DATA_FILE, _MAP_LOCK_FILE, VERSION_FILE):
+            if (path / item).exists():
+                (path / item).rename(target / item)
+        return target
     path.mkdir(mode=0o700)
     return target
+
+
+def _is_aside(path: Path, name: str) -> bool:
+    start, rest = name[: len(path.name)], name[len(path.name) :]
+    return start == path.name and _ASIDE.fullmatch(rest) is not None
 
 
 def file_system(path: Path) -> str:

@@ -13,9 +13,11 @@ through LMDB before they count as bad.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ import lmdb.verify
 import numpy as np
 
 from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import ConfigError, StoreBusy, StoreError
 from kvstore.tier import directory
 
 logger = logging.getLogger(__name__)
@@ -57,10 +59,17 @@ _TREE_PAGES_PER_BLOCK = 3
 _OVERHEAD_PAGES = 32
 """Roots, branches, meta pages and free list."""
 _READERS = 512
+BIRTH_SECONDS = 5.0
+"""How long ``role="auto"`` waits for a store that another process is just making."""
+_LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
+"""Offsets of files are signed 64-bit integers; a hint beyond is damage."""
 
+_DATABASES = (b"sys", b"meta", b"pay", b"age")
 _RECORD = struct.Struct("<16sIIQQdIIQ")
 _SEQUENCE = struct.Struct(">Q")
 _PINNED = 1
+_LAST_SEQUENCE = 2**63
+"""What is larger is damage: no store comes here, and later sequences must still fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +98,18 @@ class Record:
         )
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Record:
-        """Return the record that ``pack`` wrote."""
+    def unpack(cls, data: bytes | memoryview) -> Record | None:
+        """Return the record that ``pack`` wrote, None for anything else."""
+        if len(data) != _RECORD.size:
+            return None
         parent, number, namespace, sequence, page, expires, size, flags, head = _RECORD.unpack(data)
         return cls(
             parent=parent,
             number=number,
             namespace_id=namespace,
-            sequence=sequence,
+            sequence=min(sequence, _LAST_SEQUENCE),
             page=page,
-            expires=expires,
+            expires=0.0 if math.isnan(expires) else expires,
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
             head_sum=head,
@@ -195,9 +206,13 @@ class SsdTier:
         self._writing = threading.Lock()
         self._unhinted: list[BlockKey] = []
         """Blocks of the last commit, whose pages are written down with the next one."""
-        self._sys, self._meta, self._pay, self._age = (
-            env.open_db(name, create=self.is_owner) for name in (b"sys", b"meta", b"pay", b"age")
-        )
+        try:
+            self._sys, self._meta, self._pay, self._age = (
+                *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
+            )
+        except lmdb.Error:
+            os.close(self._file)
+            raise
 
     # ---- capacity ------------------------------------------------------------------------------
 
@@ -230,10 +245,12 @@ class SsdTier:
     # ---- reading -------------------------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[BlockKey, Record]]:
-        """Yield every record. Touches no payload."""
+        """Yield every record that is one. Touches no payload."""
         with self._using(), self._env.begin() as txn:
             for key, data in txn.cursor(self._meta):
-                yield BlockKey(bytes(key)), Record.unpack(data)
+                record = Record.unpack(data)
+                if record is not None and len(key) == KEY_BYTES:
+                    yield BlockKey(bytes(key)), record
 
     def record(self, key: BlockKey) -> Record | None:
         """Return the record of ``key``, or None."""
@@ -241,17 +258,20 @@ class SsdTier:
             data = txn.get(key, db=self._meta)
         return None if data is None else Record.unpack(data)
 
-    def leading_run(self, path: bytes) -> int:
-        """Return how many leading keys of ``path`` are present.
+    def leading_run(self, path: bytes, now: float) -> int:
+        """Return how many leading keys of ``path`` are present and not expired at ``now``.
 
-        Every committed state is closed under prefixes, so a binary search finds the end.
+        Every committed state is closed under prefixes, and a parent lives as long as what hangs on
+        it, so a binary search finds the end.
         """
         low, high = 0, len(path) // KEY_BYTES + 1
         with self._using(), self._env.begin() as txn:
             while high - low > 1:
                 middle = (low + high) // 2
                 key = path[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
-                if txn.get(key, db=self._meta) is not None:
+                data = txn.get(key, db=self._meta)
+                record = None if data is None else Record.unpack(data)
+                if record is not None and (not record.expires or now < record.expires):
                     low = middle
                 else:
                     high = middle
@@ -292,7 +312,7 @@ class SsdTier:
         frame = self._frame_buffer()
         with self._env.begin(buffers=True) as txn:
             found = [txn.get(keys[i], db=self._meta) for i in range(first, stop)]
-            pages = [0 if data is None else Record.unpack(data).page for data in found]
+            pages = [self._hint(data) for data in found]
             for page in pages:
                 if page:
                     offset = page * PAGE_BYTES
@@ -311,6 +331,12 @@ class SsdTier:
                     return ReadResult(i, fault)
                 take(i, frame)
         return ReadResult(stop, None)
+
+    @staticmethod
+    def _hint(data: bytes | memoryview | None) -> int:
+        """Return the page that a record names, 0 for none and for what no file has."""
+        record = None if data is None else Record.unpack(data)
+        return record.page if record is not None and record.page < _LAST_PAGE else 0
 
     def _read_at(self, page: int, frame: memoryview) -> str | None:
         try:
@@ -354,6 +380,7 @@ class SsdTier:
             for key, sequence in uses.items():
                 self._rewrite(txn, key, sequence=sequence)
             for item in puts:
+                self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete may have failed
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
                 txn.put(item.key, item.record.pack(), db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
@@ -366,10 +393,12 @@ class SsdTier:
 
     def _rewrite(self, txn: lmdb.Transaction, key: BlockKey, **fields: Any) -> None:
         data = txn.get(key, db=self._meta)
-        if data is None:
+        old = None if data is None else Record.unpack(data)
+        if old is None:
             return
-        old = Record.unpack(data)
         new = replace(old, **fields)
+        if new == old:
+            return
         if new.sequence != old.sequence:
             txn.delete(_SEQUENCE.pack(old.sequence), db=self._age)
             txn.put(_SEQUENCE.pack(new.sequence), key, db=self._age)
@@ -378,14 +407,14 @@ class SsdTier:
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Delete blocks, deepest first, in small durable transactions: each leaves a closed state.
 
-        Deleting needs free pages itself; on a full map the transactions shrink to single blocks.
+        Deleting needs free pages itself; where there is no room the transactions shrink to single blocks.
         """
         first, count = 0, DELETES_PER_COMMIT
         while first < len(keys):
             try:
                 self._delete(keys[first : first + count])
-            except lmdb.MapFullError:
-                if count == 1:
+            except MEDIUM_ERRORS as error:
+                if count == 1 or not self.lacks_room(error, count):
                     raise
                 count = max(1, count // 8)
                 continue
@@ -396,8 +425,28 @@ class SsdTier:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
-                    txn.delete(_SEQUENCE.pack(Record.unpack(data).sequence), db=self._age)
+                    self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
+
+    def _drop_age(self, txn: lmdb.Transaction, data: bytes | None) -> None:
+        """Delete the row of ``age`` that belongs to a stored record, if there is one."""
+        record = None if data is None else Record.unpack(data)
+        if record is not None:
+            txn.delete(_SEQUENCE.pack(record.sequence), db=self._age)
+
+    def lacks_room(self, error: BaseException, blocks: int) -> bool:
+        """Say whether a write of ``blocks`` blocks failed for want of space.
+
+        A write that a full disk cuts short reaches LMDB as an input/output error, so the file
+        system is asked.
+        """
+        if is_full(error):
+            return True
+        with suppress(OSError):
+            facts = os.statvfs(self.path)
+            wanted = (blocks + 1) * (self.block_bytes + _TREE_PAGES_PER_BLOCK * PAGE_BYTES)
+            return facts.f_bavail * facts.f_frsize < wanted
+        return False
 
     def sync(self) -> None:
         """Make every commit so far survive power loss, and record where payloads lie."""
@@ -438,7 +487,8 @@ class SsdTier:
             cursor = txn.cursor(self._sys)
             more = cursor.set_range(start)
             while more and bytes(cursor.key()).startswith(start):
-                found[bytes(cursor.key()).decode()[len(prefix) :]] = bytes(cursor.value())
+                name = bytes(cursor.key()).decode(errors="replace")
+                found[name[len(prefix) :]] = bytes(cursor.value())
                 more = cursor.next()
         return found
 
@@ -492,6 +542,15 @@ class SsdTier:
         """In a forked child: close the inherited environment before opening one's own."""
         self._env.close()
 
+    def keep_lock(self) -> None:
+        """Leave the lock to whoever opened this tier, who is going to open another."""
+        self._lock_fd = None
+
+    def give_up(self) -> None:
+        """Release the files of a store that turned out to be broken, not marked as clean."""
+        self._is_closed = True
+        self._release()
+
     def _release(self) -> None:
         self._env.close()
         self._close_files()
@@ -503,6 +562,13 @@ class SsdTier:
             self._lock_fd = None
 
 
+DAMAGE = (
+    *(lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError),
+    *(lmdb.PanicError, lmdb.IncompatibleError, lmdb.NotFoundError, lmdb.BadValsizeError),
+    *(lmdb.BadTxnError, lmdb.BadDbiError, lmdb.PageFullError, lmdb.CursorFullError),
+)
+"""What a broken file looks like. All else that LMDB says (no memory, no space, no descriptors) is
+about the machine, and no reason to give up a store."""
 MEDIUM_ERRORS = (lmdb.Error, OSError)
 """What a medium can do to us. Everything else is a bug and is not caught as one of these."""
 
@@ -545,25 +611,50 @@ def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
             "the largest commits"
         )
         raise ConfigError(msg)
+    try:
+        return _open(path, options)
+    except MEDIUM_ERRORS as error:
+        msg = (
+            f"the store at {path} cannot be opened: {error}; free what is short or use another path"
+        )
+        raise StoreError(msg) from error
+
+
+def _open(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
     if options.role == "reader":
         return _open_reader(path, options), None
     directory.prepare(path)
-    lock = directory.try_lock(path)
-    if lock is None:
-        if options.role == "owner":
-            raise directory.busy(path)
-        return _open_reader(path, options), None
-    return _open_owner(path, options, lock)
+    deadline = time.monotonic() + BIRTH_SECONDS
+    while True:
+        lock = directory.try_lock(path)
+        try:
+            if lock is not None:
+                return _open_owner(path, options, lock)
+            if options.role == "owner":
+                raise directory.busy(path)
+            return _open_reader(path, options), None
+        except (StoreBusy, StoreError):
+            # Someone else is just making the store, or making it anew.
+            if options.role == "owner" or lock is not None or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
     directory.require_store(path)
     directory.claim_format(path, options.format_text)
+    env = None
     try:
-        return SsdTier(path, options, _environment(path, options, is_owner=False), None)
-    except lmdb.Error as error:
-        msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
-        raise StoreError(msg) from error
+        env = _environment(path, options, is_owner=False)
+        problem = _cut_off(path, env)
+        if not problem:
+            return SsdTier(path, options, env, None)
+    except MEDIUM_ERRORS as error:
+        problem = str(error)
+    if env is not None:
+        env.close()
+    msg = f"the store at {path} cannot be read: {problem}; its owner repairs it at its next open"
+    raise StoreError(msg)
 
 
 def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Path | None]:
@@ -593,12 +684,13 @@ def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Pa
 
 def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | None, str]:
     """Open and check; return the tier, or None and what is wrong with the file."""
-    env = None
+    env: lmdb.Environment | None = None
+    tier: SsdTier | None = None
+    is_good = False
     try:
         env = _environment(path, options, is_owner=True)
         problem = _structural_problem(path, env)
         if problem:
-            env.close()
             return None, problem
         env.reader_check()
         tier = SsdTier(path, options, env, lock)
@@ -606,17 +698,22 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
         if stored is None:
             tier.set_fact("format", options.format_text.encode())
         elif stored.decode(errors="replace") != options.format_text:
-            env.close()
             return None, "its database and its VERSION file name different layouts"
         tier.set_fact("clean", b"0")
         if tier.fact("capacity") != str(options.capacity_bytes).encode():
             tier.set_fact("capacity", str(options.capacity_bytes).encode())
         if options.preallocate:
             _preallocate(path, options.capacity_bytes)
-    except lmdb.Error as error:
-        if env is not None:
-            env.close()
+        is_good = True
+    except DAMAGE as error:
         return None, str(error)
+    finally:
+        if not is_good:
+            if tier is not None:
+                tier.keep_lock()
+                tier.give_up()
+            elif env is not None:
+                env.close()
     return tier, ""
 
 
@@ -650,19 +747,25 @@ def _structural_problem(path: Path, env: lmdb.Environment) -> str:
     LMDB's own check does not see a last value that is cut off; reading it would be SIGBUS. After
     an unclean end the whole tree is walked by the pure-Python verifier, which cannot crash.
     """
-    size = (path / directory.DATA_FILE).stat().st_size
-    needed = (int(env.info()["last_pgno"]) + 1) * PAGE_BYTES
-    if size < needed and env.stat()["entries"]:
-        return f"{directory.DATA_FILE} has {size} bytes, expected at least {needed}"
-    if not env.stat()["entries"]:
-        return ""
-    if _is_clean(env):
+    problem = _cut_off(path, env)
+    if problem:
+        return problem
+    if not env.stat()["entries"] or _is_clean(env):
         return ""
     try:
         problems: list[str] = lmdb.verify.verify(str(path))  # type: ignore[no-untyped-call]
     except (lmdb.verify.VerifyError, OSError, struct.error) as error:
         return str(error)
     return str(problems[0]) if problems else ""
+
+
+def _cut_off(path: Path, env: lmdb.Environment) -> str:
+    """Say whether the end of the file is missing: touching it through the map would be SIGBUS."""
+    needed = (int(env.info()["last_pgno"]) + 1) * PAGE_BYTES
+    size = (path / directory.DATA_FILE).stat().st_size  # after `needed`: an owner may extend it
+    if size >= needed or not env.stat()["entries"]:
+        return ""
+    return f"{directory.DATA_FILE} has {size} bytes, expected at least {needed}"
 
 
 def _is_clean(env: lmdb.Environment) -> bool:
