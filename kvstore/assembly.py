@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
-from kvstore.errors import ConfigError, StoreBusy, StoreError
+from kvstore.errors import ConfigError, KVStoreError, StoreBusy, StoreError
 from kvstore.frame import FrameFormat
 from kvstore.layout import LayerGroup, Layout
 from kvstore.layout import layout as layout_of
@@ -324,6 +326,14 @@ def _after_fork() -> None:
     _opened.clear()
 
 
+def _close_all() -> None:
+    """At a normal exit: keep what was accepted, also where nobody closed the cache."""
+    for opened in list(_opened.values()):
+        with suppress(KVStoreError):
+            opened.shared.close()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_close_all)
 
 __all__ = ["PrefixCache", "format_text", "size_bytes"]

@@ -1,6 +1,7 @@
 """What an engine holds: a scope over shared tiers, the matches it finds and the entries it reads."""
 
-from kvstore.cache.match import Entries, Match, Pages, Stored
+from kvstore.cache.entries import Entries, Stored
+from kvstore.cache.match import Match, Pages
 from kvstore.cache.scope import Scope
 from kvstore.cache.shared import SharedTiers
 

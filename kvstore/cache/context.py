@@ -7,6 +7,16 @@ from collections.abc import Callable
 
 from kvstore.metrics import Metrics
 
+_WHY = {
+    "closed": "the store is being closed",
+    "no_parent": "the blocks before them are not stored",
+    "no_room": "all else in the tier is in use, pinned, or an ancestor of theirs",
+    "queue_full": "the queue was full",
+    "reader": "this process only reads the store",
+    "write_error": "the disk failed",
+}
+"""Reasons for dropping blocks, in words. The keys are those of the counter."""
+
 
 class Context:
     """State that every part of a cache shares.
@@ -37,5 +47,5 @@ class Context:
         if count:
             with self.lock:
                 self.metrics.dropped_blocks[reason] += count
-                message = "%d blocks were not stored (%s); counted from here on"
-                self.metrics.say_once(reason, message, count, reason)
+                message = "%d blocks were not stored: %s; further ones are only counted"
+                self.metrics.say_once(reason, message, count, _WHY[reason])

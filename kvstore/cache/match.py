@@ -1,82 +1,21 @@
-"""The values that lookups and stores hand back. They hold state, not behaviour of tiers."""
+"""Matches and page tables: what a lookup and a load hand back, and what they protect."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import plan
-from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
+from kvstore.block import BlockHash
+from kvstore.cache.prefix import Prefix
 from kvstore.index import Segment
 from kvstore.layout import Layout
 from kvstore.replay import WindowSnapshot
-
-if TYPE_CHECKING:
-    from kvstore.cache.shared import SharedTiers
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What became of a ``store``."""
-
-    end: int
-    """Leading tokens that are now stored or queued."""
-    present: int
-    """Blocks offered that were there already."""
-    dropped: int
-    """Blocks not taken: the queue was full, the parent was missing, or this is a reader."""
-
-
-class Entries(dict[str, NDArray[np.uint8]]):
-    """Entries of tokens ``[0, tokens)``, by GLOBAL group.
-
-    Shapes:
-        Each is uint8 ``[len(group.layers), tokens // tokens_per_entry, entry_bytes]``.
-    """
-
-    def __init__(self, arrays: Mapping[str, NDArray[np.uint8]], tokens: int) -> None:
-        super().__init__(arrays)
-        self.tokens = tokens
-        """How many leading tokens these entries cover: at most the hit, less after a bad block."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """A request's tokens with the identity of every whole block of them."""
-
-    root: BlockHash
-    tokens: NDArray[np.uint32]
-    hashes: Sequence[BlockHash]
-    images: Sequence[ImageSpan]
-    block_tokens: int
-    path: bytes = field(default=b"", init=False)
-    """Keys of its blocks, end to end: what an index matches."""
-
-    def __post_init__(self) -> None:
-        """Cut the hashes down to keys, once."""
-        object.__setattr__(self, "path", b"".join([h[:KEY_BYTES] for h in self.hashes]))
-
-    def key(self, number: int) -> BlockKey:
-        """Key of block ``number``."""
-        return block_key(self.hashes[number])
-
-    def parent_hash(self, number: int) -> BlockHash:
-        """Hash of the block before ``number``, the root's for the first."""
-        return self.hashes[number - 1] if number else self.root
-
-    def hash_at(self, tokens: int) -> BlockHash:
-        """Hash of the prefix that ends at a block boundary."""
-        return self.parent_hash(tokens // self.block_tokens)
-
-    def block_ids(self, number: int) -> NDArray[np.uint32]:
-        """Token ids of block ``number``."""
-        return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
 
 
 @dataclass(slots=True)
@@ -92,6 +31,32 @@ class Hold:
     is_released: bool = False
 
 
+class Keeper(Protocol):
+    """Who keeps what a match found, and lets go of it again."""
+
+    layout: Layout
+
+    def enter(self, match: Match, /) -> None:
+        """Turn the match's lease into a pin."""
+        ...
+
+    def leave(self, match: Match, /) -> None:
+        """Drop the match's pin."""
+        ...
+
+    def release(self, hold: Hold, /) -> None:
+        """Give back every pin of a hold."""
+        ...
+
+    def window_at(self, match: Match, /) -> WindowSnapshot | None:
+        """Return the pooled window of a match whose hit became shorter."""
+        ...
+
+    def is_worth_loading(self, match: Match, /) -> bool:
+        """Weigh the load of a match against computing it."""
+        ...
+
+
 class Match:
     """The longest reusable prefix of a request, and what an engine needs to use it.
 
@@ -101,7 +66,7 @@ class Match:
 
     def __init__(
         self,
-        shared: SharedTiers,
+        keeper: Keeper,
         prefix: Prefix,
         resident: dict[str, int],
         hit_tokens: int,
@@ -111,7 +76,7 @@ class Match:
         *,
         needs_window: bool = False,
     ) -> None:
-        self._shared = shared
+        self._keeper = keeper
         self.prefix = prefix
         self.resident_blocks = resident
         """Leading blocks in each tier, nearest tier first."""
@@ -150,7 +115,7 @@ class Match:
     def floors(self) -> plan.Floors:
         """The four floors together."""
         start = self.snapshot.start if self.snapshot is not None and self.window_hit else None
-        return plan.floors(self.hit_tokens, self._shared.layout.window_tokens, start)
+        return plan.floors(self.hit_tokens, self._keeper.layout.window_tokens, start)
 
     @property
     def replay_start(self) -> int:
@@ -175,16 +140,16 @@ class Match:
     @property
     def worth_loading(self) -> bool:
         """Say whether using the hit is cheaper than computing it again, by measured speeds."""
-        return self._shared.is_worth_loading(self)
+        return self._keeper.is_worth_loading(self)
 
     def shrink(self, hit_tokens: int) -> None:
         """Note that only ``hit_tokens`` could be had."""
         if hit_tokens < self.hit_tokens:
             self.hit_tokens = hit_tokens
-            self.snapshot = self._shared.window_at(self)
+            self.snapshot = self._keeper.window_at(self)
 
     def __enter__(self) -> Match:
-        self._shared.enter(self)
+        self._keeper.enter(self)
         return self
 
     def __exit__(
@@ -193,7 +158,7 @@ class Match:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._shared.leave(self)
+        self._keeper.leave(self)
 
     def __repr__(self) -> str:
         return (
@@ -210,21 +175,24 @@ class Pages:
     """
 
     def __init__(
-        self, shared: SharedTiers, page_ids: Any, tokens: int, hold: Hold, layout_tag: str
+        self,
+        keeper: Keeper,
+        hold: Hold,
+        *,
+        page_ids: Any,
+        tokens: int,
+        tensors: Mapping[str, Any],
+        layout_tag: str,
     ) -> None:
-        self._shared = shared
+        self._keeper = keeper
         self.page_ids = page_ids
         """int64 torch tensor ``[blocks]``: the page of each block."""
         self.tokens = tokens
         """Leading tokens in the pages."""
+        self.tensors = tensors
+        """Page tensors by group: uint8 ``[pages, layers, entries of a block, entry_bytes]``."""
         self.layout_tag = layout_tag
         self._hold = hold
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Page tensors by group: uint8 ``[pages, layers, entries of a block, entry_bytes]``."""
-        tensors: Mapping[str, Any] = self._shared.device.tensors
-        return tensors
 
     @property
     def is_released(self) -> bool:
@@ -233,7 +201,7 @@ class Pages:
 
     def release(self) -> None:
         """Drop the pin. Idempotent."""
-        self._shared.release(self._hold)
+        self._keeper.release(self._hold)
 
     def __enter__(self) -> Pages:
         return self
@@ -245,55 +213,3 @@ class Pages:
         trace: TracebackType | None,
     ) -> None:
         self.release()
-
-
-def host_entries(
-    layout: Layout, entries: Mapping[str, Any], start: int, stop: int
-) -> dict[str, NDArray[np.uint8]]:
-    """Return ``entries`` as host arrays after checking that they are the whole of ``[start, stop)``.
-
-    Raises:
-        ValueError: naming the group, what was expected and what was found.
-    """
-    groups = {group.name: group for group in layout.global_groups}
-    given: object = entries
-    if not isinstance(given, Mapping):
-        msg = f"entries must map GLOBAL groups to arrays, found {type(given).__name__}"
-        raise ValueError(msg)
-    missing, unknown = groups.keys() - entries.keys(), entries.keys() - groups.keys()
-    if missing or unknown:
-        wrong = (
-            f"group {min(missing)!r} is missing"
-            if missing
-            else f"group {min(unknown)!r} is unknown"
-        )
-        msg = f"entries: {wrong}, expected exactly {sorted(groups)}, found {sorted(entries)}"
-        raise ValueError(msg)
-    arrays = {}
-    for name, group in groups.items():
-        array = _on_host(name, entries[name])
-        expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
-        if array.shape != expected:
-            msg = (
-                f"entries of group {name!r} for tokens [{start}, {stop}): expected shape "
-                f"{list(expected)} (layers, entries, bytes of an entry), found {list(array.shape)}"
-            )
-            raise ValueError(msg)
-        arrays[name] = array
-    return arrays
-
-
-def _on_host(name: str, array: Any) -> NDArray[np.uint8]:
-    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
-    kind = getattr(array, "dtype", type(array).__name__)
-    if str(kind).removeprefix("torch.") != "uint8":
-        msg = f"entries of group {name!r}: expected dtype uint8 (view the values as bytes), found {kind}"
-        raise ValueError(msg)
-    if torch is not None and isinstance(array, torch.Tensor):
-        array = array.detach().cpu().numpy()
-    if isinstance(array, np.ndarray) and array.ndim and array.strides[-1] != 1:
-        array = np.ascontiguousarray(array)  # frames copy an entry's bytes as one item
-    if not isinstance(array, np.ndarray):
-        msg = f"entries of group {name!r}: expected a numpy array or a torch tensor, found {type(array).__name__}"
-        raise ValueError(msg)
-    return array

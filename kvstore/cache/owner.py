@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
-from kvstore.cache.match import Prefix, Stored
+from kvstore.cache.entries import Stored
+from kvstore.cache.prefix import Prefix
 from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum

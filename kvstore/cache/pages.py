@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
-from kvstore.cache.match import Hold, Prefix
+from kvstore.cache.match import Hold
+from kvstore.cache.prefix import Prefix
 from kvstore.index import GONE, NEVER, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 

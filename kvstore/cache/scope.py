@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from kvstore import plan
 from kvstore.block import ImageSpan
-from kvstore.cache.match import Entries, Match, Pages, Prefix, Stored, host_entries
+from kvstore.cache.entries import Entries, Stored, host_entries
+from kvstore.cache.match import Match, Pages
+from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
 from kvstore.hash import as_tokens, block_hashes, namespace_digest
 from kvstore.layout import Layout

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
 from kvstore.cache.context import Context
-from kvstore.cache.match import Entries, Hold, Match, Pages, Prefix, Stored
+from kvstore.cache.entries import Entries, Stored
+from kvstore.cache.match import Hold, Match, Pages
 from kvstore.cache.owner import OwnedSsd, namespace_facts
 from kvstore.cache.pages import DevicePages
+from kvstore.cache.prefix import Prefix
 from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import FrameFormat
 from kvstore.index import GONE, NEVER, Position, PrefixIndex
@@ -427,7 +429,14 @@ class SharedTiers:
         match.shrink(len(table) * self.block_tokens)
         tokens = min(len(table) * self.block_tokens, match.hit_tokens)  # less if a window is needed
         table = table[: tokens // self.block_tokens]
-        match.pages = Pages(self, pages.tier.page_table(table), tokens, hold, pages.tier.layout_tag)
+        match.pages = Pages(
+            self,
+            hold,
+            page_ids=pages.tier.page_table(table),
+            tokens=tokens,
+            tensors=pages.tier.tensors,
+            layout_tag=pages.tier.layout_tag,
+        )
         return match.pages
 
     def _expiry(self, prefix: Prefix, blocks: int) -> float:
@@ -530,9 +539,17 @@ class SharedTiers:
                 if self.owned is None
                 else self.owned.namespace_counts(),
                 "counters": self.metrics.as_dict(),
-                "alarms": self.metrics.alarms
-                + (self.owned.alarms if self.owned is not None else []),
+                "alarms": [*self.metrics.alarms, *self._alarms(tiers["ssd"])],
             }
+
+    def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
+        found = [] if self.owned is None else self.owned.alarms
+        if self.is_owner and ssd["file_bytes"] > ssd["capacity_bytes"]:
+            found.append(
+                f"the file takes {ssd['file_bytes']} bytes, more than ssd_bytes "
+                f"{ssd['capacity_bytes']}: it was larger before and does not shrink"
+            )
+        return found
 
     def _ssd_stats(self) -> dict[str, Any]:
         ssd, owned = self.ssd, self.owned

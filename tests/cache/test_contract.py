@@ -497,6 +497,36 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
 
 
+def test_a_normal_exit_keeps_what_was_accepted_even_if_nobody_closed(tmp_path: Path) -> None:
+    code = """
+import sys
+from tests.stores import *
+tokens = tokens_of(40 * BLOCK)
+cache = open_cache(Path(sys.argv[1]))
+assert cache.store(tokens, entries_of(DENSE, tokens), wait=10).dropped == 0
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], check=True, timeout=60)
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.lookup(tokens_of(40 * BLOCK)).hit_tokens == 39 * BLOCK
+
+
+def test_a_lower_cap_evicts_and_says_that_the_file_stays_large(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "s", ssd_bytes="8MiB") as cache:
+        for seed in range(25):
+            tokens = tokens_of(20 * BLOCK, seed)
+            cache.store(tokens, entries_of(DENSE, tokens), wait=30)
+        cache.flush()
+        assert cache.stats()["alarms"] == []
+    with open_cache(tmp_path / "s", ssd_bytes="1MiB") as cache:
+        tokens = tokens_of(20 * BLOCK, 99)
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        stats = cache.stats()
+        assert stats["tiers"]["ssd"]["live_bytes"] <= 1 << 20
+        assert "does not shrink" in stats["alarms"][0]
+        assert cache.probe(np.append(tokens, np.uint32(1))).hit_tokens == 20 * BLOCK
+
+
 def test_bump_generation_makes_old_blocks_a_miss_also_after_a_restart(tmp_path: Path) -> None:
     tokens = tokens_of(3 * BLOCK)
     with open_cache(tmp_path / "s") as cache:

@@ -1,0 +1,90 @@
+"""Entries as they cross the border between an engine and the cache: read out, and offered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of a ``store``."""
+
+    end: int
+    """Leading tokens that are now stored or queued."""
+    present: int
+    """Blocks offered that were there already."""
+    dropped: int
+    """Blocks not taken: the queue was full, the parent was missing, or this is a reader."""
+
+
+class Entries(dict[str, NDArray[np.uint8]]):
+    """Entries of tokens ``[0, tokens)``, by GLOBAL group.
+
+    Shapes:
+        Each is uint8 ``[len(group.layers), tokens // tokens_per_entry, entry_bytes]``.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[np.uint8]], tokens: int) -> None:
+        super().__init__(arrays)
+        self.tokens = tokens
+        """How many leading tokens these entries cover: at most the hit, less after a bad block."""
+
+
+def host_entries(
+    layout: Layout, entries: Mapping[str, Any], start: int, stop: int
+) -> dict[str, NDArray[np.uint8]]:
+    """Return ``entries`` as host arrays after checking that they are the whole of ``[start, stop)``.
+
+    Raises:
+        ValueError: naming the group, what was expected and what was found.
+    """
+    groups = {group.name: group for group in layout.global_groups}
+    given: object = entries
+    if not isinstance(given, Mapping):
+        msg = f"entries must map GLOBAL groups to arrays, found {type(given).__name__}"
+        raise ValueError(msg)
+    missing, unknown = groups.keys() - entries.keys(), entries.keys() - groups.keys()
+    if missing or unknown:
+        wrong = (
+            f"group {min(missing)!r} is missing"
+            if missing
+            else f"group {min(unknown)!r} is unknown"
+        )
+        msg = f"entries: {wrong}, expected exactly {sorted(groups)}, found {sorted(entries)}"
+        raise ValueError(msg)
+    arrays = {}
+    for name, group in groups.items():
+        array = _on_host(name, entries[name])
+        expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
+        if array.shape != expected:
+            msg = (
+                f"entries of group {name!r} for tokens [{start}, {stop}): expected shape "
+                f"{list(expected)} (layers, entries, bytes of an entry), found {list(array.shape)}"
+            )
+            raise ValueError(msg)
+        arrays[name] = array
+    return arrays
+
+
+def _on_host(name: str, array: Any) -> NDArray[np.uint8]:
+    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
+    kind = getattr(array, "dtype", type(array).__name__)
+    if str(kind).removeprefix("torch.") != "uint8":
+        msg = f"entries of group {name!r}: expected dtype uint8 (view the values as bytes), found {kind}"
+        raise ValueError(msg)
+    if torch is not None and isinstance(array, torch.Tensor):
+        array = array.detach().cpu().numpy()
+    if isinstance(array, np.ndarray) and array.ndim and array.strides[-1] != 1:
+        array = np.ascontiguousarray(array)  # frames copy an entry's bytes as one item
+    if not isinstance(array, np.ndarray):
+        msg = f"entries of group {name!r}: expected a numpy array or a torch tensor, found {type(array).__name__}"
+        raise ValueError(msg)
+    return array

@@ -1,0 +1,44 @@
+"""A request as the cache sees it: its tokens and the identity of every whole block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A request's tokens with the identity of every whole block of them."""
+
+    root: BlockHash
+    tokens: NDArray[np.uint32]
+    hashes: Sequence[BlockHash]
+    images: Sequence[ImageSpan]
+    block_tokens: int
+    path: bytes = field(default=b"", init=False)
+    """Keys of its blocks, end to end: what an index matches."""
+
+    def __post_init__(self) -> None:
+        """Cut the hashes down to keys, once."""
+        object.__setattr__(self, "path", b"".join([h[:KEY_BYTES] for h in self.hashes]))
+
+    def key(self, number: int) -> BlockKey:
+        """Key of block ``number``."""
+        return block_key(self.hashes[number])
+
+    def parent_hash(self, number: int) -> BlockHash:
+        """Hash of the block before ``number``, the root's for the first."""
+        return self.hashes[number - 1] if number else self.root
+
+    def hash_at(self, tokens: int) -> BlockHash:
+        """Hash of the prefix that ends at a block boundary."""
+        return self.parent_hash(tokens // self.block_tokens)
+
+    def block_ids(self, number: int) -> NDArray[np.uint32]:
+        """Token ids of block ``number``."""
+        return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
