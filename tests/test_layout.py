@@ -191,6 +191,7 @@ def test_smollm2_costs_23040_bytes_a_token() -> None:
         ("nvfp4", 96 + 12),
         ("mxfp4", 96 + 6),
         ("mxfp8", 192 + 6),
+        ("fp8", 192 + 4),
     ],
 )
 def test_one_dtype_is_for_both_groups(dtype: str, each: int) -> None:

@@ -47,7 +47,7 @@ static void any_shape(int dtype, int format, int rule, size_t rows, size_t block
             memory[i][j] = (unsigned char)random_bits();
         }
     }
-    struct kvstore_fp4_stats stats = {0, 0};
+    struct kvstore_pack_stats stats = {0, 0};
     EXPECT(kvstore_fp4_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format, rule, 1,
                             plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
                             &stats) == KVSTORE_OK);
@@ -79,7 +79,7 @@ static void special_values(void) {
     float values[16] = {0.25F, -0.0F, 0.75F, 6.0F, 1.25F, 2.5F, 3.5F, 5.0F};
     uint8_t nibbles[8];
     uint8_t scale;
-    struct kvstore_fp4_stats stats = {0, 0};
+    struct kvstore_pack_stats stats = {0, 0};
     const uint8_t expected[8] = {0x80, 0x72, 0x42, 0x66, 0, 0, 0, 0};
     EXPECT(kvstore_fp4_pack(values, KVSTORE_F32, 1, 16, 0, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1,
                             nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);

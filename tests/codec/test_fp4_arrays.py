@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import fp4 as codec_fp4
-from kvstore.codec import numpy_reference
+from kvstore.codec import native, numpy_reference, packed
+from kvstore.codec.fp4 import Fp4Kernel
 from kvstore.layout import FORMATS, SCALE_RULES
 
-RULES = [(name, rule) for name, rules in SCALE_RULES.items() for rule in rules]
+RULES = [(name, rule) for name in native.FP4_FORMATS for rule in SCALE_RULES[name]]
 REDZONE = 0xA5
 quick = settings(deadline=None, derandomize=True, max_examples=60)
-every_format = pytest.mark.parametrize("entry_format", [*SCALE_RULES])
+every_format = pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
 
 
 def random_values(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
@@ -454,28 +454,30 @@ def test_results_move_to_the_device_or_into_out() -> None:
     values = torch.from_numpy(random_values((3, 32)))
     expected = fp4.pack(values, "nvfp4")
     cpu = torch.device("cpu")
-    moved = codec_fp4._to_device(expected, cpu, None)
+    names = ("out nibbles", "out scales")
+    moved = packed._to_device(expected, cpu, None, names)
     assert all(map(torch.equal, moved, expected))
     out = (torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8))
-    assert codec_fp4._to_device(expected, cpu, out)[0] is out[0]
+    assert packed._to_device(expected, cpu, out, names)[0] is out[0]
     assert all(map(torch.equal, out, expected))
     with pytest.raises(ValueError, match="out scales must have shape, dtype and device"):
-        codec_fp4._to_device(expected, cpu, (out[0], out[0]))
+        packed._to_device(expected, cpu, (out[0], out[0]), names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_device_decoding_checks_and_fills_out(dtype: str) -> None:
     planes = fp4.pack(torch.from_numpy(random_values((2, 3, 64))), "mxfp4")
     expected = fp4.unpack(*planes, "mxfp4", dtype=dtype)
-    found = codec_fp4._unpack_remote(planes, "mxfp4", dtype, None, 1.0)
+    kernel = Fp4Kernel("mxfp4", "floor")
+    found = packed._unpack_remote(planes, kernel, dtype, None)
     assert torch.equal(found, expected)
     out = torch.empty_like(expected)
-    assert codec_fp4._unpack_remote(planes, "mxfp4", dtype, out, 1.0) is out
+    assert packed._unpack_remote(planes, kernel, dtype, out) is out
     assert torch.equal(out, expected)
     with pytest.raises(ValueError, match="out must have shape, dtype and device"):
-        codec_fp4._unpack_remote(planes, "mxfp4", dtype, out[:1], 1.0)
+        packed._unpack_remote(planes, kernel, dtype, out[:1])
     with pytest.raises(ValueError, match="scales must have shape, dtype and device"):
-        codec_fp4._unpack_remote((planes[0], planes[1].int()), "mxfp4", dtype, None, 1.0)
+        packed._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
 
 
 def test_a_device_out_is_refused_for_host_values() -> None:

@@ -33,10 +33,10 @@ class Call:
         }
 
     def pack(self, rule: int = native.RULES["v41"]) -> tuple[int, int]:
-        return native.pack(**self.planes, **self.numbers, rule=rule)  # type: ignore[arg-type]
+        return native.fp4_pack(**self.planes, **self.numbers, rule=rule)  # type: ignore[arg-type]
 
     def unpack(self) -> None:
-        native.unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
+        native.fp4_unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
 
 
 def test_a_valid_call_writes_its_rows_and_no_more() -> None:
@@ -136,11 +136,11 @@ def test_values_may_not_share_memory_with_a_plane(direction: str, name: str) -> 
     assert (call.values == 1).all()
 
 
-@pytest.mark.parametrize("rule", [-1, *range(5), 5])
-@pytest.mark.parametrize("entry_format", [*SCALE_RULES])
+@pytest.mark.parametrize("rule", [-1, *range(6), 6])
+@pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
 def test_a_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
     call = Call()
-    call.numbers["entry_format"] = native.FORMATS[entry_format]
+    call.numbers["entry_format"] = native.FP4_FORMATS[entry_format]
     if rule in [native.RULES[name] for name in SCALE_RULES[entry_format]]:
         call.pack(rule)
         return
@@ -151,11 +151,12 @@ def test_a_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
 @pytest.mark.parametrize(("entry_format", "rule"), [("nvfp4", "v41"), ("mxfp4", "floor")])
 def test_a_global_scale_needs_a_rule_that_has_one(entry_format: str, rule: str) -> None:
     call = Call()
-    call.numbers |= {"entry_format": native.FORMATS[entry_format], "global_scale": 2.0}
+    call.numbers |= {"entry_format": native.FP4_FORMATS[entry_format], "global_scale": 2.0}
     with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_GLOBAL_SCALE}\\)"):
         call.pack(native.RULES[rule])
 
 
 def test_every_rule_and_format_of_the_layout_has_a_kernel() -> None:
-    assert set(native.FORMATS) == set(SCALE_RULES)
-    assert list(native.RULES) == [rule for rules in SCALE_RULES.values() for rule in rules]
+    assert [*native.FP4_FORMATS, *native.FP8_FORMATS] == [*SCALE_RULES]
+    rules = [rule for rules in SCALE_RULES.values() for rule in rules]
+    assert [*native.RULES] == [*dict.fromkeys(rules)]

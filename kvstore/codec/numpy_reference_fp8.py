@@ -1,0 +1,113 @@
+"""FP8 as its definition reads, in NumPy. It shares nothing with the C code but the results.
+
+The C code divides and rounds bits; this module divides elements by powers of two only. By any other
+scale it counts thresholds: a code is the number of midpoints, times the scale, that a magnitude has
+passed. Those products are exact in float64, so nothing is rounded but what the definition rounds.
+
+Slow, and simple on purpose. Tests compare it with the C code byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codec.numpy_reference import E4M3, nearest_code
+
+LARGEST = np.finfo(np.float32).max
+LEAST = np.float32(2.0**-149)
+BLOCK = 32
+"""Values that share a scale in ``mxfp8``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Packed planes of a reference run, and what the packer met."""
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+    nan_blocks: int
+    inf_values: int
+
+
+def mxfp8_scale(amax: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the E8M0 code of each block: 127 plus the exponent of 2^ceil(log2(amax / 448)).
+
+    Source: docs/format.md, section 3.
+    """
+    fraction, exponent = np.frexp(amax.astype(np.float64))  # amax = fraction * 2**exponent
+    # amax in [1, 2) * 2**(exponent - 1); the largest element, 448, is 1.75 * 2**8.
+    code = np.clip(127 + exponent - 1 - 8 + (fraction > 1.75 / 2), 0, 254)
+    code = np.where(amax == 0, 0, code)
+    return np.where(np.isinf(amax), 254, code).astype(np.uint8)
+
+
+def fp8_scale(row: NDArray[np.float32]) -> np.float32:
+    """Return the scale of one row without NaN.
+
+    Source: docs/format.md, section 3.
+    """
+    magnitudes = np.abs(row)
+    finite = magnitudes[np.isfinite(magnitudes)]
+    amax = finite.max(initial=np.float32(0))
+    if amax == 0:
+        if np.isfinite(magnitudes).all():
+            return np.float32(0)
+        amax = LARGEST
+    with np.errstate(under="ignore"):
+        return np.float32(max(amax / np.float32(448), LEAST))
+
+
+def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -> Packed:
+    """Pack the last axis.
+
+    Shapes:
+        values ``[..., n]``; codes ``[..., n]``; scales ``[..., n / 32]`` or ``[..., 4]``.
+    """
+    wide = values.astype(np.float32)
+    infinities = int(np.isinf(wide).sum())
+    length = BLOCK if entry_format == "mxfp8" else wide.shape[-1]
+    blocks = wide.reshape(-1, length)
+    is_nan: NDArray[np.bool_] = np.any(np.isnan(blocks), axis=-1)
+    clean = np.where(is_nan[:, None], np.float32(0), blocks)
+    magnitudes = np.abs(clean).astype(np.float64)
+    if entry_format == "mxfp8":
+        scales = mxfp8_scale(np.abs(clean).max(axis=-1))
+        codes = nearest_code(magnitudes / np.exp2(scales.astype(np.float64) - 127)[:, None], E4M3)
+        scales = np.where(is_nan, 0xFF, scales)
+    else:
+        factors = np.array([fp8_scale(row) for row in clean], np.float32)
+        codes = np.zeros(clean.shape, np.int64)
+        for row in np.flatnonzero(factors):
+            codes[row] = nearest_code(magnitudes[row], E4M3 * np.float64(factors[row]))
+        factors[is_nan] = np.nan
+        scales = factors.astype("<f4").view(np.uint8)
+    codes += 0x80 * np.signbit(blocks)
+    codes[is_nan] = 0
+    return Packed(
+        codes=codes.astype(np.uint8).reshape(values.shape),
+        scales=scales.astype(np.uint8).reshape(*values.shape[:-1], -1),
+        nan_blocks=int(is_nan.sum()),
+        inf_values=infinities,
+    )
+
+
+def unpack(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], entry_format: str
+) -> NDArray[np.float64]:
+    """Return the exact values, NaN for a NaN code or scale.
+
+    Shapes:
+        codes ``[..., n]``; scales ``[..., n / 32]`` or ``[..., 4]``; result ``[..., n]``.
+    """
+    positive = np.append(E4M3, np.nan)
+    elements = np.concatenate([positive, -positive])[codes]
+    if entry_format == "mxfp8":
+        meaning = np.append(2.0 ** np.arange(-127, 128), np.nan)
+        factors = np.repeat(meaning[scales], BLOCK, axis=-1)
+    else:
+        factors = np.ascontiguousarray(scales).view("<f4").astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(elements * factors, np.float64)
