@@ -44,20 +44,30 @@ def mxfp8_scale(amax: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.where(np.isinf(amax), 254, code).astype(np.uint8)
 
 
-def fp8_scale(row: NDArray[np.float32]) -> np.float32:
-    """Return the scale of one row without NaN.
+def fp8_scale(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the scale of each row; no row holds a NaN.
 
     Source: docs/format.md, section 3.
     """
-    magnitudes = np.abs(row)
-    finite = magnitudes[np.isfinite(magnitudes)]
-    amax = finite.max(initial=np.float32(0))
-    if amax == 0:
-        if np.isfinite(magnitudes).all():
-            return np.float32(0)
-        amax = LARGEST
+    is_infinite = np.isinf(rows)
+    amax = np.abs(np.where(is_infinite, np.float32(0), rows)).max(axis=-1, initial=0)
+    amax = np.where((amax == 0) & is_infinite.any(axis=-1), LARGEST, amax)
     with np.errstate(under="ignore"):
-        return np.float32(max(amax / np.float32(448), LEAST))
+        scale = amax / np.float32(448)
+    return np.where(amax > 0, np.maximum(scale, LEAST), np.float32(0))
+
+
+def nearest_multiple(
+    magnitudes: NDArray[np.float64], factors: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the code whose value times its factor is nearest, ties to the even code."""
+    exceeded = np.zeros(magnitudes.shape, np.int64)
+    reached = np.zeros(magnitudes.shape, np.int64)
+    for midpoint in (E4M3[:-1] + E4M3[1:]) / 2:
+        exceeded += magnitudes > midpoint * factors
+        reached += magnitudes >= midpoint * factors
+    # They differ on a midpoint only, and then by one: one of the two is the even code.
+    return np.where(exceeded % 2 == 0, exceeded, reached)
 
 
 def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -> Packed:
@@ -68,27 +78,27 @@ def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -
     """
     wide = values.astype(np.float32)
     infinities = int(np.isinf(wide).sum())
-    length = BLOCK if entry_format == "mxfp8" else wide.shape[-1]
-    blocks = wide.reshape(-1, length)
+    is_mx = entry_format == "mxfp8"
+    length = BLOCK if is_mx else wide.shape[-1]
+    scale_bytes = wide.shape[-1] // BLOCK if is_mx else 4
+    blocks = wide.reshape(wide.size // length, length)
     is_nan: NDArray[np.bool_] = np.any(np.isnan(blocks), axis=-1)
     clean = np.where(is_nan[:, None], np.float32(0), blocks)
     magnitudes = np.abs(clean).astype(np.float64)
-    if entry_format == "mxfp8":
+    if is_mx:
         scales = mxfp8_scale(np.abs(clean).max(axis=-1))
         codes = nearest_code(magnitudes / np.exp2(scales.astype(np.float64) - 127)[:, None], E4M3)
         scales = np.where(is_nan, 0xFF, scales)
     else:
-        factors = np.array([fp8_scale(row) for row in clean], np.float32)
-        codes = np.zeros(clean.shape, np.int64)
-        for row in np.flatnonzero(factors):
-            codes[row] = nearest_code(magnitudes[row], E4M3 * np.float64(factors[row]))
+        factors = fp8_scale(clean)
+        codes = nearest_multiple(magnitudes, factors.astype(np.float64)[:, None])
         factors[is_nan] = np.nan
         scales = factors.astype("<f4").view(np.uint8)
     codes += 0x80 * np.signbit(blocks)
     codes[is_nan] = 0
     return Packed(
         codes=codes.astype(np.uint8).reshape(values.shape),
-        scales=scales.astype(np.uint8).reshape(*values.shape[:-1], -1),
+        scales=scales.astype(np.uint8).reshape(*values.shape[:-1], scale_bytes),
         nan_blocks=int(is_nan.sum()),
         inf_values=infinities,
     )
@@ -106,8 +116,7 @@ def unpack(
     elements = np.concatenate([positive, -positive])[codes]
     if entry_format == "mxfp8":
         meaning = np.append(2.0 ** np.arange(-127, 128), np.nan)
-        factors = np.repeat(meaning[scales], BLOCK, axis=-1)
-    else:
+        return np.asarray(elements * np.repeat(meaning[scales], BLOCK, axis=-1), np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN, and zero times infinity
         factors = np.ascontiguousarray(scales).view("<f4").astype(np.float64)
-    with np.errstate(invalid="ignore"):
         return np.asarray(elements * factors, np.float64)

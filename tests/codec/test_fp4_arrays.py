@@ -19,9 +19,9 @@ from kvstore import fp4
 from kvstore.codec import native, numpy_reference, packed
 from kvstore.codec.fp4 import Fp4Kernel
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests.strided import REDZONE, place, rest_of, strided
 
 RULES = [(name, rule) for name in native.FP4_FORMATS for rule in SCALE_RULES[name]]
-REDZONE = 0xA5
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 every_format = pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
 
@@ -112,38 +112,6 @@ def test_tensor_views_and_parameters_are_read_as_numbers(
 
 
 # Memory: any strides, any alignment, nothing written beside the output.
-
-
-@st.composite
-def strided(draw: st.DrawFn, shape: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """Offset and strides of a buffer whose last axis is contiguous and whose rows are apart."""
-    strides = [itemsize]
-    extent = itemsize * shape[-1]
-    for length in reversed(shape[:-1]):
-        stride = extent + draw(st.integers(0, 7))
-        strides.insert(0, stride)
-        extent += stride * max(length - 1, 0)
-    return draw(st.integers(0, 7)), strides
-
-
-def place(
-    shape: tuple[int, ...], dtype: type[np.generic], where: tuple[int, list[int]]
-) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
-    """A buffer full of red zone, and an unaligned, strided array in it."""
-    offset, strides = where
-    span = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-    size = offset + max(span, 0) + strides[-1] + 16
-    buffer = np.full(size, REDZONE, np.uint8)
-    return buffer, np.ndarray(shape, dtype, buffer, offset, strides)
-
-
-def rest_of(buffer: NDArray[np.uint8], view: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """Bytes of a buffer outside of a view."""
-    copy = buffer.copy()
-    start = view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
-    inside = np.ndarray((*view.shape, view.itemsize), np.uint8, copy, start, (*view.strides, 1))
-    inside[...] = REDZONE
-    return copy
 
 
 @given(data=st.data(), rule=st.sampled_from(RULES))
