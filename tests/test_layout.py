@@ -208,6 +208,17 @@ def test_a_dtype_for_each_group_keeps_them_apart() -> None:
     assert chosen.bytes_per_token == 30 * (384 + 108)
 
 
+def test_a_format_with_one_scale_for_an_entry_has_its_bytes_once() -> None:
+    chosen = layout("smollm2-135m", dtype={"k": "fp8", "v": "mxfp8"})
+    assert [(g.entry_format, g.scale_rule, g.planes) for g in chosen.groups] == [
+        ("fp8", "amax", (192, 4)),
+        ("mxfp8", "rceil", (192, 6)),
+    ]
+    assert [FORMATS["fp8"].planes(values) for values in (1, 7, 512)] == [(1, 4), (7, 4), (512, 4)]
+    assert FORMATS["fp8"].entry_bytes(512) == 516
+    assert [len(FORMATS[name].planes(32)) for name in FORMATS] == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
