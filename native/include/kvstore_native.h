@@ -19,7 +19,7 @@ enum {
     KVSTORE_ERR_FORMAT = -2,       /* no such format, or not one of the function's */
     KVSTORE_ERR_RULE = -3,         /* no such scale rule for the format */
     KVSTORE_ERR_GLOBAL_SCALE = -4, /* outside [2^-100, 2^100], or not 1 where it must be */
-    KVSTORE_ERR_SHAPE = -5,        /* row_values is not a multiple of the block */
+    KVSTORE_ERR_SHAPE = -5,        /* row_values does not fill blocks, or is 0 for FP8 */
     KVSTORE_ERR_NULL = -6,         /* a null pointer to something that is not empty */
     KVSTORE_ERR_STRIDE = -7,       /* output rows overlap, or a plane exceeds the address space */
     KVSTORE_ERR_OVERLAP = -8       /* an output shares bytes with another buffer */
