@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
-           $(wildcard native/*.py native/include/*.h native/src/[a-z]*.c)
+           $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
 
 .PHONY: help demo test check native-test bench clean
 

@@ -41,7 +41,9 @@ class EntryFormat:
     name: str
     value_bits: int
     scale_block: int = 0
-    """Values that share one scale byte; 0 when the format has no scales."""
+    """Values that share one scale; 0 when all values of an entry do."""
+    scale_bytes: int = 0
+    """Bytes of one scale; 0 when the format has no scales."""
 
     def planes(self, values: int) -> tuple[int, ...]:
         """Bytes of each plane of an entry of ``values`` values."""
@@ -50,7 +52,8 @@ class EntryFormat:
             msg = f"{self.name} packs {unit} values at a time, an entry of {values} does not divide"
             raise ConfigError(msg)
         packed = self.value_bits * values // 8
-        return (packed, values // self.scale_block) if self.scale_block else (packed,)
+        scales = values // self.scale_block if self.scale_block else 1
+        return (packed, scales * self.scale_bytes) if self.scale_bytes else (packed,)
 
     def entry_bytes(self, values: int) -> int:
         """Bytes of an entry of ``values`` values."""
@@ -64,9 +67,10 @@ FORMATS: Mapping[str, EntryFormat] = {
         EntryFormat(name="f16", value_bits=16),
         EntryFormat(name="bf16", value_bits=16),
         EntryFormat(name="f32", value_bits=32),
-        EntryFormat(name="nvfp4", value_bits=4, scale_block=16),
-        EntryFormat(name="mxfp4", value_bits=4, scale_block=32),
-        EntryFormat(name="mxfp8", value_bits=8, scale_block=32),
+        EntryFormat(name="nvfp4", value_bits=4, scale_block=16, scale_bytes=1),
+        EntryFormat(name="mxfp4", value_bits=4, scale_block=32, scale_bytes=1),
+        EntryFormat(name="mxfp8", value_bits=8, scale_block=32, scale_bytes=1),
+        EntryFormat(name="fp8", value_bits=8, scale_bytes=4),
     )
 }
 """Every entry format that a layout can name."""
@@ -74,8 +78,10 @@ FORMATS: Mapping[str, EntryFormat] = {
 SCALE_RULES: Mapping[str, tuple[str, ...]] = {
     "nvfp4": ("v41", "torchao"),
     "mxfp4": ("floor", "even", "rceil"),
+    "mxfp8": ("rceil",),
+    "fp8": ("amax",),
 }
-"""Rules for choosing a block's scale, by format. The first is the default. Source: docs/format.md."""
+"""Rules for choosing a scale, by format. The first is the default. Source: docs/format.md."""
 
 DTYPE_FORMATS: Mapping[str, str] = {
     "bfloat16": "bf16",

@@ -3,8 +3,8 @@
 class CData:
     """A C pointer or struct."""
 
-class Fp4Stats(CData):
-    """A ``struct kvstore_fp4_stats *``; cffi reads its fields through the pointer."""
+class PackStats(CData):
+    """A ``struct kvstore_pack_stats *``; cffi reads its fields through the pointer."""
 
     nan_blocks: int
     inf_values: int
@@ -13,7 +13,7 @@ class FFI:
     """The part of cffi's FFI object that kvstore uses."""
 
     def cast(self, ctype: str, value: int) -> CData: ...
-    def new(self, ctype: str) -> Fp4Stats: ...
+    def new(self, ctype: str) -> PackStats: ...
 
 class Lib:
     """The functions and constants of kvstore_native.h."""
@@ -32,11 +32,14 @@ class Lib:
     KVSTORE_BF16: int
     KVSTORE_NVFP4: int
     KVSTORE_MXFP4: int
+    KVSTORE_MXFP8: int
+    KVSTORE_FP8: int
     KVSTORE_RULE_V41: int
     KVSTORE_RULE_TORCHAO: int
     KVSTORE_RULE_FLOOR: int
     KVSTORE_RULE_EVEN: int
     KVSTORE_RULE_RCEIL: int
+    KVSTORE_RULE_AMAX: int
 
     def kvstore_native_version(self) -> int: ...
     def kvstore_fp4_pack(
@@ -66,6 +69,36 @@ class Lib:
         row_values: int,
         entry_format: int,
         global_scale: float,
+        values: CData,
+        dtype: int,
+        value_stride: int,
+        /,
+    ) -> int: ...
+    def kvstore_fp8_pack(
+        self,
+        values: CData,
+        dtype: int,
+        rows: int,
+        row_values: int,
+        value_stride: int,
+        entry_format: int,
+        rule: int,
+        codes: CData,
+        code_stride: int,
+        scales: CData,
+        scale_stride: int,
+        stats: CData,
+        /,
+    ) -> int: ...
+    def kvstore_fp8_unpack(
+        self,
+        codes: CData,
+        code_stride: int,
+        scales: CData,
+        scale_stride: int,
+        rows: int,
+        row_values: int,
+        entry_format: int,
         values: CData,
         dtype: int,
         value_stride: int,

@@ -25,6 +25,7 @@ FORMAT_UNITS = {
     "nvfp4": 16,
     "mxfp4": 32,
     "mxfp8": 32,
+    "fp8": 1,
 }
 """Values that each entry format packs at a time, written down again so that tests do not ask."""
 

@@ -58,7 +58,7 @@ def fault(frames: FrameFormat, frame: bytearray, tokens: NDArray[np.uint32]) -> 
 
 # ---- where bytes lie: an independent reading of the format ------------------------------------
 
-PLANES = {  # bytes of packed values and of scales, per value
+PLANES = {  # bits of a value, and how many values share a scale
     "u8": (8, 0),
     "f16": (16, 0),
     "bf16": (16, 0),
@@ -66,7 +66,10 @@ PLANES = {  # bytes of packed values and of scales, per value
     "nvfp4": (4, 16),
     "mxfp4": (4, 32),
     "mxfp8": (8, 32),
+    "fp8": (8, 0),
 }
+ROW_SCALE = {"fp8": 4}
+"""Bytes of the one scale of an entry, in formats that have one."""
 
 
 def slow_payload(layout: Layout, block_tokens: int, entries: Entries, block: int) -> bytes:
@@ -95,9 +98,10 @@ def slow_payload(layout: Layout, block_tokens: int, entries: Entries, block: int
                     packed = group.values * bits // 8
                     for row in rows:
                         out += row[:packed].tobytes()
-                    if shared:
+                    scales = group.values // shared if shared else ROW_SCALE.get(group.entry_format)
+                    if scales:
                         for row in rows:
-                            out += row[packed : packed + group.values // shared].tobytes()
+                            out += row[packed : packed + scales].tobytes()
     return bytes(out)
 
 

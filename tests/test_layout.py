@@ -191,6 +191,7 @@ def test_smollm2_costs_23040_bytes_a_token() -> None:
         ("nvfp4", 96 + 12),
         ("mxfp4", 96 + 6),
         ("mxfp8", 192 + 6),
+        ("fp8", 192 + 4),
     ],
 )
 def test_one_dtype_is_for_both_groups(dtype: str, each: int) -> None:
@@ -205,6 +206,17 @@ def test_a_dtype_for_each_group_keeps_them_apart() -> None:
         ("v", "nvfp4", "v41"),
     ]
     assert chosen.bytes_per_token == 30 * (384 + 108)
+
+
+def test_a_format_with_one_scale_for_an_entry_has_its_bytes_once() -> None:
+    chosen = layout("smollm2-135m", dtype={"k": "fp8", "v": "mxfp8"})
+    assert [(g.entry_format, g.scale_rule, g.planes) for g in chosen.groups] == [
+        ("fp8", "amax", (192, 4)),
+        ("mxfp8", "rceil", (192, 6)),
+    ]
+    assert [FORMATS["fp8"].planes(values) for values in (1, 7, 512)] == [(1, 4), (7, 4), (512, 4)]
+    assert FORMATS["fp8"].entry_bytes(512) == 516
+    assert [len(FORMATS[name].planes(32)) for name in FORMATS] == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

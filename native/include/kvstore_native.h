@@ -16,10 +16,10 @@ int kvstore_native_version(void);
 enum {
     KVSTORE_OK = 0,
     KVSTORE_ERR_DTYPE = -1,        /* no such element type */
-    KVSTORE_ERR_FORMAT = -2,       /* no such format */
+    KVSTORE_ERR_FORMAT = -2,       /* no such format, or not one of the function's */
     KVSTORE_ERR_RULE = -3,         /* no such scale rule for the format */
     KVSTORE_ERR_GLOBAL_SCALE = -4, /* outside [2^-100, 2^100], or not 1 where it must be */
-    KVSTORE_ERR_SHAPE = -5,        /* row_values is not a multiple of the block */
+    KVSTORE_ERR_SHAPE = -5,        /* row_values does not fill blocks, or is 0 for FP8 */
     KVSTORE_ERR_NULL = -6,         /* a null pointer to something that is not empty */
     KVSTORE_ERR_STRIDE = -7,       /* output rows overlap, or a plane exceeds the address space */
     KVSTORE_ERR_OVERLAP = -8       /* an output shares bytes with another buffer */
@@ -33,6 +33,11 @@ enum { KVSTORE_F32 = 0, KVSTORE_F16 = 1, KVSTORE_BF16 = 2 };
  *   MXFP4  32 values, scale E8M0 (byte e means 2^(e - 127)), value = e2m1 * 2^(e - 127) */
 enum { KVSTORE_NVFP4 = 0, KVSTORE_MXFP4 = 1 };
 
+/* FP8 formats: E4M3 codes (largest 448, no infinity, NaN 0x7F and 0xFF).
+ *   MXFP8  32 values, scale E8M0, value = e4m3 * 2^(e - 127)
+ *   FP8    a whole row, scale a float32 in 4 bytes, the lowest first, value = e4m3 * scale */
+enum { KVSTORE_MXFP8 = 2, KVSTORE_FP8 = 3 };
+
 /* How a packer chooses a block's scale from its largest magnitude, amax.
  *   V41      NVFP4  e4m3(max(amax, 6 * 2^-9) / 6); elements are divided by it. global_scale is 1.
  *   TORCHAO  NVFP4  e4m3(amax / 6 / global_scale), at least 2^-6; elements are multiplied by the
@@ -40,18 +45,21 @@ enum { KVSTORE_NVFP4 = 0, KVSTORE_MXFP4 = 1 };
  *   FLOOR    MXFP4  the exponent of amax, minus 2 (OCP Microscaling): amax may saturate
  *   EVEN     MXFP4  the same after rounding amax to two significant bits: 1.75 * 2^k goes up
  *   RCEIL    MXFP4  2^ceil(log2(amax / 6)): amax never saturates
- * A scale never exceeds the largest finite one: 448, or 2^127. */
+ *   RCEIL    MXFP8  2^ceil(log2(amax / 448)): amax never saturates
+ *   AMAX     FP8    amax / 448, rounded to a float32; amax is the largest finite magnitude
+ * A scale never exceeds the largest finite one: 448, 2^127, or the largest float / 448. */
 enum {
     KVSTORE_RULE_V41 = 0,
     KVSTORE_RULE_TORCHAO = 1,
     KVSTORE_RULE_FLOOR = 2,
     KVSTORE_RULE_EVEN = 3,
-    KVSTORE_RULE_RCEIL = 4
+    KVSTORE_RULE_RCEIL = 4,
+    KVSTORE_RULE_AMAX = 5
 };
 
 /* What a packer met. Both counts are added to, so one object can sum over calls. */
-struct kvstore_fp4_stats {
-    uint64_t nan_blocks; /* blocks that hold a NaN and were stored as all NaN */
+struct kvstore_pack_stats {
+    uint64_t nan_blocks; /* blocks, or rows of FP8, that hold a NaN and were stored as all NaN */
     uint64_t inf_values; /* infinities in the input */
 };
 
@@ -75,7 +83,7 @@ struct kvstore_fp4_stats {
 int kvstore_fp4_pack(const void *values, int dtype, size_t rows, size_t row_values,
                      ptrdiff_t value_stride, int format, int rule, float global_scale,
                      uint8_t *nibbles, ptrdiff_t nibble_stride, uint8_t *scales,
-                     ptrdiff_t scale_stride, struct kvstore_fp4_stats *stats);
+                     ptrdiff_t scale_stride, struct kvstore_pack_stats *stats);
 
 /* Unpack rows of FP4 to numbers: the exact product, rounded once to dtype, to nearest even.
  *
@@ -91,6 +99,43 @@ int kvstore_fp4_pack(const void *values, int dtype, size_t rows, size_t row_valu
 int kvstore_fp4_unpack(const uint8_t *nibbles, ptrdiff_t nibble_stride, const uint8_t *scales,
                        ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
                        float global_scale, void *values, int dtype, ptrdiff_t value_stride);
+
+/* Pack rows of numbers to FP8.
+ *
+ * values  in:  [rows, row_values] of dtype.
+ * codes   out: [rows, row_values].
+ * scales  out: [rows, row_values / 32] for MXFP8, [rows, 4] for FP8.
+ * stats   in/out: counts are added; may be null.
+ *
+ * A code is the one nearest to the exact quotient of value and scale, ties to even; magnitudes
+ * above 448 scales saturate; the sign of zero is kept. A NaN anywhere makes its block NaN: scale
+ * 0xFF (MXFP8) or 0x7FC00000 (FP8), codes 0. An infinity becomes 448 scales. In MXFP8 it saturates
+ * the scale too; in FP8 it does not count for amax, unless the finite values of its row are all
+ * zero: then amax is the largest float. A row of zeros has scale 0 (byte 0 in MXFP8); any other
+ * row of FP8 has at least 2^-149.
+ *
+ * Strides, buffers and subnormals as for kvstore_fp4_pack. A row of FP8 holds at least one value.
+ *
+ * Returns any of the codes above but KVSTORE_ERR_GLOBAL_SCALE. */
+int kvstore_fp8_pack(const void *values, int dtype, size_t rows, size_t row_values,
+                     ptrdiff_t value_stride, int format, int rule, uint8_t *codes,
+                     ptrdiff_t code_stride, uint8_t *scales, ptrdiff_t scale_stride,
+                     struct kvstore_pack_stats *stats);
+
+/* Unpack rows of FP8 to numbers: the exact product, rounded once to dtype, to nearest even.
+ *
+ * codes   in:  [rows, row_values].
+ * scales  in:  [rows, row_values / 32] for MXFP8, [rows, 4] for FP8.
+ * values  out: [rows, row_values] of dtype.
+ *
+ * A NaN code or scale, and zero times an infinite scale, is the quiet NaN 0x7FC00000, 0x7E00 or
+ * 0x7FC0. What exceeds dtype becomes infinite. Scales that no packer writes, negative or infinite,
+ * are taken as the numbers that they are.
+ *
+ * Returns any of the codes above but KVSTORE_ERR_RULE and KVSTORE_ERR_GLOBAL_SCALE. */
+int kvstore_fp8_unpack(const uint8_t *codes, ptrdiff_t code_stride, const uint8_t *scales,
+                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
+                       void *values, int dtype, ptrdiff_t value_stride);
 
 /* cffi: end */
 

@@ -1,36 +1,12 @@
 /* The FP4 kernels under sanitizers: every buffer is a heap block of its exact size, so that one
  * byte read or written beside it stops the run. Values are checked in tests/codec; here it is only
  * that NaN, ties, tails, odd strides and bad arguments behave as the header says. */
-#include "kvstore_native.h"
+#include "testing.h"
 
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#define EXPECT(condition)                                                                  \
-    do {                                                                                   \
-        if (!(condition)) {                                                                \
-            fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition);       \
-            exit(1);                                                                       \
-        }                                                                                  \
-    } while (0)
-
 static const size_t BLOCK[] = {16, 32};
-static const size_t BYTES[] = {4, 2, 2};
-
-static uint64_t state = 1;
-
-static uint32_t random_bits(void) {
-    state = state * 6364136223846793005U + 1442695040888963407U;
-    return (uint32_t)(state >> 32);
-}
-
-static void *exactly(size_t bytes) {
-    void *memory = malloc(bytes ? bytes : 1);
-    EXPECT(memory != NULL);
-    return memory;
-}
 
 /* Pack and unpack random bits (a NaN here and there) through rows that start at any address. */
 static void any_shape(int dtype, int format, int rule, size_t rows, size_t blocks, size_t gap) {
@@ -47,7 +23,7 @@ static void any_shape(int dtype, int format, int rule, size_t rows, size_t block
             memory[i][j] = (unsigned char)random_bits();
         }
     }
-    struct kvstore_fp4_stats stats = {0, 0};
+    struct kvstore_pack_stats stats = {0, 0};
     EXPECT(kvstore_fp4_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format, rule, 1,
                             plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
                             &stats) == KVSTORE_OK);
@@ -79,7 +55,7 @@ static void special_values(void) {
     float values[16] = {0.25F, -0.0F, 0.75F, 6.0F, 1.25F, 2.5F, 3.5F, 5.0F};
     uint8_t nibbles[8];
     uint8_t scale;
-    struct kvstore_fp4_stats stats = {0, 0};
+    struct kvstore_pack_stats stats = {0, 0};
     const uint8_t expected[8] = {0x80, 0x72, 0x42, 0x66, 0, 0, 0, 0};
     EXPECT(kvstore_fp4_pack(values, KVSTORE_F32, 1, 16, 0, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1,
                             nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
@@ -187,7 +163,7 @@ static void bad_arguments(void) {
     }
 }
 
-int main(void) {
+void test_fp4(void) {
     for (int rule = KVSTORE_RULE_V41; rule <= KVSTORE_RULE_RCEIL; rule++) {
         const int format = rule <= KVSTORE_RULE_TORCHAO ? KVSTORE_NVFP4 : KVSTORE_MXFP4;
         for (int dtype = 0; dtype < 3; dtype++) {
@@ -205,5 +181,4 @@ int main(void) {
     every_scale_byte();
     bad_arguments();
     puts("fp4: ok");
-    return 0;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore import ConfigError, LayerGroup, fp4
-from kvstore.codec import codec_for, torch_decode
+from kvstore.codec import codec_for, fp8, native, torch_decode
 from kvstore.codec.protocol import Codec
-from kvstore.layout import FORMATS, SCALE_RULES
+from kvstore.layout import FORMATS, SCALE_RULES, EntryFormat
 from kvstore.layout import layout as model_layout
 
 RAW = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
@@ -141,7 +143,9 @@ def test_raw_decoding_to_another_type_rounds_once(found: str, target: str) -> No
                           np.signbit(expected)[~np.isnan(wide)])  # fmt: skip
 
 
-@pytest.mark.parametrize(("entry_format", "rule"), RULES)
+@pytest.mark.parametrize(
+    ("entry_format", "rule"), [rule for rule in RULES if rule[0] in native.FP4_FORMATS]
+)
 def test_fp4_entries_are_nibbles_then_scales(entry_format: str, rule: str) -> None:
     codec = codec_of(entry_format, rule)
     values = as_array(tensor_for("f32", (3, 64)))
@@ -152,15 +156,37 @@ def test_fp4_entries_are_nibbles_then_scales(entry_format: str, rule: str) -> No
     assert np.array_equal(codec.decode(entries, "float16"), expected)
 
 
+@pytest.mark.parametrize("entry_format", [*native.FP8_FORMATS])
+def test_fp8_entries_are_codes_then_scales(entry_format: str) -> None:
+    codec = codec_of(entry_format)
+    values = as_array(tensor_for("f32", (3, 64)))
+    codes, scales = fp8.pack(values, entry_format)
+    entries = codec.encode(values)
+    assert np.array_equal(entries, np.concatenate([codes, scales], axis=-1))
+    expected = fp8.unpack(codes, scales, entry_format, dtype="float16")
+    assert np.array_equal(codec.decode(entries, "float16"), expected)
+
+
 def test_entries_of_the_v41_preset_have_a_codec() -> None:
     layout = model_layout("deepseek-v4.1-flash")
     sizes = {group.name: codec_for(group).entry_bytes for group in layout.global_groups}
     assert sizes == {"main_r2": 288, "index_r2": 68, "main_r1": 288, "index_r1": 68}
+    windows = {codec_for(group).entry_bytes for group in layout.window_groups}
+    assert windows == {528}
 
 
-def test_a_format_without_a_codec_is_a_config_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match="group 'g': entry format 'mxfp8' has no codec, expected"):
-        codec_of("mxfp8")
+@pytest.mark.parametrize("entry_format", FORMATS)
+def test_every_format_has_a_codec(entry_format: str) -> None:
+    assert codec_of(entry_format).entry_bytes == FORMATS[entry_format].entry_bytes(64)
+
+
+def test_a_format_without_a_codec_is_a_config_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later = EntryFormat(name="later", value_bits=8)
+    monkeypatch.setitem(cast("dict[str, EntryFormat]", FORMATS), "later", later)
+    with pytest.raises(ConfigError, match="group 'g': entry format 'later' has no codec, expected"):
+        codec_of("later")
 
 
 @every_codec

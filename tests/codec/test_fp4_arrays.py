@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import fp4 as codec_fp4
-from kvstore.codec import numpy_reference
+from kvstore.codec import native, numpy_reference, packed
+from kvstore.codec.fp4 import Fp4Kernel
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests.strided import REDZONE, place, rest_of, strided
 
-RULES = [(name, rule) for name, rules in SCALE_RULES.items() for rule in rules]
-REDZONE = 0xA5
+RULES = [(name, rule) for name in native.FP4_FORMATS for rule in SCALE_RULES[name]]
 quick = settings(deadline=None, derandomize=True, max_examples=60)
-every_format = pytest.mark.parametrize("entry_format", [*SCALE_RULES])
+every_format = pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
 
 
 def random_values(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
@@ -109,38 +109,6 @@ def test_tensor_views_and_parameters_are_read_as_numbers(
 
 
 # Memory: any strides, any alignment, nothing written beside the output.
-
-
-@st.composite
-def strided(draw: st.DrawFn, shape: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """Offset and strides of a buffer whose last axis is contiguous and whose rows are apart."""
-    strides = [itemsize]
-    extent = itemsize * shape[-1]
-    for length in reversed(shape[:-1]):
-        stride = extent + draw(st.integers(0, 7))
-        strides.insert(0, stride)
-        extent += stride * max(length - 1, 0)
-    return draw(st.integers(0, 7)), strides
-
-
-def place(
-    shape: tuple[int, ...], dtype: type[np.generic], where: tuple[int, list[int]]
-) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
-    """A buffer full of red zone, and an unaligned, strided array in it."""
-    offset, strides = where
-    span = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-    size = offset + max(span, 0) + strides[-1] + 16
-    buffer = np.full(size, REDZONE, np.uint8)
-    return buffer, np.ndarray(shape, dtype, buffer, offset, strides)
-
-
-def rest_of(buffer: NDArray[np.uint8], view: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """Bytes of a buffer outside of a view."""
-    copy = buffer.copy()
-    start = view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
-    inside = np.ndarray((*view.shape, view.itemsize), np.uint8, copy, start, (*view.strides, 1))
-    inside[...] = REDZONE
-    return copy
 
 
 @given(data=st.data(), rule=st.sampled_from(RULES))
@@ -451,28 +419,30 @@ def test_results_move_to_the_device_or_into_out() -> None:
     values = torch.from_numpy(random_values((3, 32)))
     expected = fp4.pack(values, "nvfp4")
     cpu = torch.device("cpu")
-    moved = codec_fp4._to_device(expected, cpu, None)
+    names = ("out nibbles", "out scales")
+    moved = packed._to_device(expected, cpu, None, names)
     assert all(map(torch.equal, moved, expected))
     out = (torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8))
-    assert codec_fp4._to_device(expected, cpu, out)[0] is out[0]
+    assert packed._to_device(expected, cpu, out, names)[0] is out[0]
     assert all(map(torch.equal, out, expected))
     with pytest.raises(ValueError, match="out scales must have shape, dtype and device"):
-        codec_fp4._to_device(expected, cpu, (out[0], out[0]))
+        packed._to_device(expected, cpu, (out[0], out[0]), names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_device_decoding_checks_and_fills_out(dtype: str) -> None:
     planes = fp4.pack(torch.from_numpy(random_values((2, 3, 64))), "mxfp4")
     expected = fp4.unpack(*planes, "mxfp4", dtype=dtype)
-    found = codec_fp4._unpack_remote(planes, "mxfp4", dtype, None, 1.0)
+    kernel = Fp4Kernel("mxfp4", "floor")
+    found = packed._unpack_remote(planes, kernel, dtype, None)
     assert torch.equal(found, expected)
     out = torch.empty_like(expected)
-    assert codec_fp4._unpack_remote(planes, "mxfp4", dtype, out, 1.0) is out
+    assert packed._unpack_remote(planes, kernel, dtype, out) is out
     assert torch.equal(out, expected)
     with pytest.raises(ValueError, match="out must have shape, dtype and device"):
-        codec_fp4._unpack_remote(planes, "mxfp4", dtype, out[:1], 1.0)
+        packed._unpack_remote(planes, kernel, dtype, out[:1])
     with pytest.raises(ValueError, match="scales must have shape, dtype and device"):
-        codec_fp4._unpack_remote((planes[0], planes[1].int()), "mxfp4", dtype, None, 1.0)
+        packed._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
 
 
 def test_a_device_out_is_refused_for_host_values() -> None:

@@ -33,10 +33,10 @@ class Call:
         }
 
     def pack(self, rule: int = native.RULES["v41"]) -> tuple[int, int]:
-        return native.pack(**self.planes, **self.numbers, rule=rule)  # type: ignore[arg-type]
+        return native.fp4_pack(**self.planes, **self.numbers, rule=rule)  # type: ignore[arg-type]
 
     def unpack(self) -> None:
-        native.unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
+        native.fp4_unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
 
 
 def test_a_valid_call_writes_its_rows_and_no_more() -> None:
@@ -136,11 +136,11 @@ def test_values_may_not_share_memory_with_a_plane(direction: str, name: str) -> 
     assert (call.values == 1).all()
 
 
-@pytest.mark.parametrize("rule", [-1, *range(5), 5])
-@pytest.mark.parametrize("entry_format", [*SCALE_RULES])
+@pytest.mark.parametrize("rule", [-1, *range(6), 6])
+@pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
 def test_a_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
     call = Call()
-    call.numbers["entry_format"] = native.FORMATS[entry_format]
+    call.numbers["entry_format"] = native.FP4_FORMATS[entry_format]
     if rule in [native.RULES[name] for name in SCALE_RULES[entry_format]]:
         call.pack(rule)
         return
@@ -151,11 +151,125 @@ def test_a_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
 @pytest.mark.parametrize(("entry_format", "rule"), [("nvfp4", "v41"), ("mxfp4", "floor")])
 def test_a_global_scale_needs_a_rule_that_has_one(entry_format: str, rule: str) -> None:
     call = Call()
-    call.numbers |= {"entry_format": native.FORMATS[entry_format], "global_scale": 2.0}
+    call.numbers |= {"entry_format": native.FP4_FORMATS[entry_format], "global_scale": 2.0}
     with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_GLOBAL_SCALE}\\)"):
         call.pack(native.RULES[rule])
 
 
 def test_every_rule_and_format_of_the_layout_has_a_kernel() -> None:
-    assert set(native.FORMATS) == set(SCALE_RULES)
-    assert list(native.RULES) == [rule for rules in SCALE_RULES.values() for rule in rules]
+    assert [*native.FP4_FORMATS, *native.FP8_FORMATS] == [*SCALE_RULES]
+    rules = [rule for rules in SCALE_RULES.values() for rule in rules]
+    assert [*native.RULES] == [*dict.fromkeys(rules)]
+
+
+class Fp8Call:
+    """A valid pack or unpack of 3 rows of 64 FP8 values, to be spoiled one argument at a time."""
+
+    def __init__(self, entry_format: str = "fp8") -> None:
+        self.values = np.ones((3, 64), np.float32)
+        self.memory = np.full((3, 80), REDZONE, np.uint8)
+        base = self.memory.ctypes.data
+        self.planes = {
+            "values": native.Rows(self.values.ctypes.data, 256),
+            "codes": native.Rows(base, 80),
+            "scales": native.Rows(base + 64, 80),
+        }
+        self.numbers = {
+            "rows": 3,
+            "row_values": 64,
+            "dtype": lib.KVSTORE_F32,
+            "entry_format": native.FP8_FORMATS[entry_format],
+        }
+        self.rule = native.RULES[SCALE_RULES[entry_format][0]]
+
+    def pack(self) -> tuple[int, int]:
+        return native.fp8_pack(**self.planes, **self.numbers, rule=self.rule)  # type: ignore[arg-type]
+
+    def unpack(self) -> None:
+        native.fp8_unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("entry_format", "scale_bytes"), [("mxfp8", 2), ("fp8", 4)])
+def test_a_valid_fp8_call_writes_its_rows_and_no_more(entry_format: str, scale_bytes: int) -> None:
+    call = Fp8Call(entry_format)
+    assert call.pack() == (0, 0)
+    assert (call.memory[:, 64 + scale_bytes :] == REDZONE).all()
+    assert (call.memory[:, :64] == {"mxfp8": 0x78, "fp8": 0x7E}[entry_format]).all()
+    call.values[:] = 0
+    call.unpack()
+    assert (call.values == 1).all()
+
+
+FP8_NUMBERS = {
+    "dtype": ("fp8", "dtype", 3, lib.KVSTORE_ERR_DTYPE),
+    "format": ("fp8", "entry_format", 4, lib.KVSTORE_ERR_FORMAT),
+    "fp4 format": ("mxfp8", "entry_format", lib.KVSTORE_MXFP4, lib.KVSTORE_ERR_FORMAT),
+    "shape": ("mxfp8", "row_values", 40, lib.KVSTORE_ERR_SHAPE),
+    "no value": ("fp8", "row_values", 0, lib.KVSTORE_ERR_SHAPE),
+    "huge row": ("fp8", "row_values", 2**63, lib.KVSTORE_ERR_SHAPE),
+    "huge plane": ("fp8", "rows", 2**62, lib.KVSTORE_ERR_STRIDE),
+}
+
+
+@pytest.mark.parametrize("case", FP8_NUMBERS.values(), ids=FP8_NUMBERS.keys())
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+def test_a_bad_fp8_number_has_its_code_and_writes_nothing(
+    direction: str, case: tuple[str, str, int, int]
+) -> None:
+    entry_format, name, value, code = case
+    call = Fp8Call(entry_format)
+    call.numbers[name] = value
+    with pytest.raises(ValueError, match=f"fp8: .* \\(code {code}\\)"):
+        getattr(call, direction)()
+    assert (call.memory == REDZONE).all()
+    assert (call.values == 1).all()
+
+
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+@pytest.mark.parametrize("name", ["values", "codes", "scales"])
+def test_a_null_fp8_plane_is_refused_unless_there_are_no_rows(direction: str, name: str) -> None:
+    call = Fp8Call()
+    call.planes[name] = native.Rows(0, 80)
+    with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_NULL}\\)"):
+        getattr(call, direction)()
+    call.numbers["rows"] = 0
+    getattr(call, direction)()
+    assert (call.memory == REDZONE).all()
+
+
+@pytest.mark.parametrize(
+    ("entry_format", "offset", "stride", "code"),
+    [
+        ("fp8", 64, 3, lib.KVSTORE_ERR_STRIDE),
+        ("mxfp8", 64, 1, lib.KVSTORE_ERR_STRIDE),
+        ("fp8", 63, 80, lib.KVSTORE_ERR_OVERLAP),
+        ("fp8", 77, 80, lib.KVSTORE_ERR_OVERLAP),  # the fourth byte is the next row's first code
+        ("mxfp8", 79, 80, lib.KVSTORE_ERR_OVERLAP),
+    ],
+)
+def test_fp8_scales_count_with_all_their_bytes(
+    entry_format: str, offset: int, stride: int, code: int
+) -> None:
+    call = Fp8Call(entry_format)
+    call.planes["scales"] = native.Rows(call.memory.ctypes.data + offset, stride)
+    with pytest.raises(ValueError, match=f"code {code}\\)"):
+        call.pack()
+    assert (call.memory == REDZONE).all()
+    call = Fp8Call(entry_format)
+    call.planes["scales"] = native.Rows(call.values.ctypes.data + 767, 80)
+    with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_OVERLAP}\\)"):
+        call.unpack()
+
+
+@pytest.mark.parametrize("rule", [-1, *range(6), 6])
+@pytest.mark.parametrize("entry_format", [*native.FP8_FORMATS])
+def test_an_fp8_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
+    call = Fp8Call(entry_format)
+    is_its_own = rule == call.rule
+    call.rule = rule
+    if is_its_own:
+        call.pack()
+        return
+    with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_RULE}\\)"):
+        call.pack()
+    assert (call.memory == REDZONE).all()

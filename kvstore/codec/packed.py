@@ -1,0 +1,363 @@
+"""Packed formats for arrays and tensors: checks, shapes and memory around the C kernels.
+
+The last axis is packed to two planes, the codes of its values and the scales that they share. What
+the bytes of a plane mean is for a kernel to know: :mod:`kvstore.codec.fp4` and
+:mod:`kvstore.codec.fp8`. The formats are normative in docs/format.md, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from kvstore.codec import native
+from kvstore.codec.arrays import (
+    FLOATS,
+    check_apart,
+    check_length,
+    check_out,
+    dtype_name,
+    empty_like,
+    host_view,
+    is_remote,
+    is_tensor,
+    row_contiguous,
+    row_runs,
+    same_kind,
+    widen_bfloat16,
+)
+from kvstore.codec.protocol import Codec
+from kvstore.layout import FORMATS, SCALE_RULES, LayerGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.codec.arrays import Array, ArrayT, DType
+
+BYTES = ("uint8",)
+
+
+@dataclass(slots=True)
+class PackStats:
+    """What a packer met. It adds to both counts, so one object can sum over calls."""
+
+    nan_blocks: int = 0
+    """Blocks that held a NaN and were stored as all NaN; under ``fp8`` a row is one block."""
+    inf_values: int = 0
+    """Infinities in the input. Outside a NaN block they were stored as the largest value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(ABC):
+    """One packed format with its rule: rows of numbers to rows of codes and scales, and back.
+
+    Invariants:
+        The format and the rule are checked: the rule is one of the format's.
+
+    Threads: a kernel keeps no state.
+    """
+
+    names: ClassVar[tuple[str, str]]
+    """What errors call the two planes."""
+
+    entry_format: str
+    scale_rule: str
+
+    @abstractmethod
+    def pack(
+        self,
+        values: native.Rows,
+        codes: native.Rows,
+        scales: native.Rows,
+        *,
+        rows: int,
+        row_values: int,
+        dtype: int,
+    ) -> tuple[int, int]:
+        """Pack rows, and return how many NaN blocks and how many infinities they held."""
+
+    @abstractmethod
+    def unpack(
+        self,
+        codes: native.Rows,
+        scales: native.Rows,
+        values: native.Rows,
+        *,
+        rows: int,
+        row_values: int,
+        dtype: int,
+    ) -> None:
+        """Unpack rows: the exact product, rounded once."""
+
+    @abstractmethod
+    def unpack_tensors(self, codes: torch.Tensor, scales: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Unpack checked tensors on their device, to the bits of :meth:`unpack`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodec(Codec):
+    """Entries are the plane of their codes, then the plane of their scales."""
+
+    group: LayerGroup
+    kernel: Kernel
+
+    @property
+    @override
+    def values(self) -> int:
+        return self.group.values
+
+    @property
+    @override
+    def entry_bytes(self) -> int:
+        return self.group.entry_bytes
+
+    @override
+    def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
+        check_length(values, "values", self.values)
+        if out is None:
+            entries = empty_like(values, (*values.shape[:-1], self.entry_bytes), "uint8")
+        else:
+            entries = same_kind(out, "out", values)
+        check_length(entries, "out", self.entry_bytes)
+        pack(values, self.kernel, out=self._planes(entries))
+        return entries
+
+    @override
+    def decode(self, entries: ArrayT, dtype: DType = "bfloat16") -> ArrayT:
+        check_length(entries, "entries", self.entry_bytes)
+        return unpack(*self._planes(entries), self.kernel, dtype=dtype)
+
+    def _planes(self, entries: ArrayT) -> tuple[ArrayT, ArrayT]:
+        code_bytes = self.group.planes[0]
+        return entries[..., :code_bytes], entries[..., code_bytes:]
+
+
+def check_format(
+    entry_format: str, scale_rule: str | None, formats: Mapping[str, int], family: str
+) -> str:
+    """Return the scale rule to use: the one given, or the default of the format.
+
+    Raises:
+        ValueError: for a format that is not one of the family's, or a rule that is not the format's.
+    """
+    if entry_format not in formats:
+        known = ", ".join(formats)
+        raise ValueError(f"unknown {family} format {entry_format!r}, expected one of {known}")
+    rules = SCALE_RULES[entry_format]
+    rule = rules[0] if scale_rule is None else scale_rule
+    if rule not in rules:
+        known = ", ".join(rules)
+        raise ValueError(f"{entry_format} has no scale rule {rule!r}, expected one of {known}")
+    return rule
+
+
+def plane_shapes(leading: tuple[int, ...], values: int, entry_format: str) -> list[tuple[int, ...]]:
+    """Return the shapes of codes and scales of rows of ``values`` values.
+
+    Raises:
+        ValueError: if the values do not fill blocks, or a row that has a scale has no value.
+    """
+    block = FORMATS[entry_format].scale_block
+    if block == 0 and values == 0:
+        raise ValueError(
+            f"the last axis must hold at least one value, as {entry_format} stores a scale for "
+            "each row, found 0 values"
+        )
+    if block and values % block:
+        raise ValueError(
+            f"the last axis must be a multiple of the {entry_format} block of {block}, "
+            f"found {values} values"
+        )
+    return [(*leading, plane) for plane in FORMATS[entry_format].planes(values)]
+
+
+def pack(
+    values: ArrayT,
+    kernel: Kernel,
+    *,
+    out: tuple[Array, Array] | None = None,
+    stats: PackStats | None = None,
+) -> tuple[ArrayT, ArrayT]:
+    """Pack float32, float16 or bfloat16 values, and return their codes and scales.
+
+    Raises:
+        ValueError: naming what was found and what was expected; nothing was written then.
+
+    Cost: reads the array where it lies, unless the last axis is not contiguous: then one copy. A
+        tensor on another device is copied to the host, and its result back: this synchronises.
+    """
+    if out is not None and len(out) != 2:
+        raise ValueError(
+            f"out must be the pair ({', '.join(kernel.names)}), found {len(out)} items"
+        )
+    names = [f"out {name}" for name in kernel.names]
+    planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))
+    if is_remote(values):
+        # Packing belongs to the write path, which ends in host memory anyway.
+        return _to_device(pack(values.cpu(), kernel, stats=stats), values.device, planes, names)
+    source = host_view(values, "values", FLOATS)
+    shapes = plane_shapes(source.data.shape[:-1], source.data.shape[-1], kernel.entry_format)
+    if planes is None:
+        planes = (empty_like(values, shapes[0], "uint8"), empty_like(values, shapes[1], "uint8"))
+    targets = [
+        _target(plane, name, shape, "uint8")
+        for plane, name, shape in zip(planes, names, shapes, strict=True)
+    ]
+    data = row_contiguous(source.data)
+    check_apart({**dict(zip(names, targets, strict=True)), "values": data})
+    for run in row_runs(data, *targets):
+        rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
+        nan_blocks, inf_values = kernel.pack(
+            *rows,
+            rows=run.rows,
+            row_values=data.shape[-1],
+            dtype=native.DTYPES[source.dtype],
+        )
+        if stats is not None:
+            stats.nan_blocks += nan_blocks
+            stats.inf_values += inf_values
+    return planes
+
+
+def unpack(
+    codes: ArrayT,
+    scales: Array,
+    kernel: Kernel,
+    *,
+    dtype: DType = "bfloat16",
+    out: Array | None = None,
+) -> ArrayT:
+    """Unpack to float32, float16 or bfloat16: the exact product, rounded once.
+
+    Raises:
+        ValueError: naming what was found and what was expected; nothing was written then.
+
+    Cost: as :func:`pack`, but tensors of another device are decoded there.
+    """
+    target_dtype = dtype_name(dtype)
+    if target_dtype not in FLOATS:
+        raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {target_dtype}")
+    scales = same_kind(scales, kernel.names[1], codes)
+    values = None if out is None else same_kind(out, "out", codes)
+    if is_remote(codes) or is_remote(scales):
+        return _unpack_remote((codes, scales), kernel, target_dtype, values)
+    sources = [
+        row_contiguous(host_view(plane, name, BYTES).data)
+        for plane, name in zip((codes, scales), kernel.names, strict=True)
+    ]
+    shape = _unpacked_shape(sources[0].shape, sources[1].shape, kernel)
+    if values is None:
+        values = empty_like(codes, shape, target_dtype)
+    target = _target(values, "out", shape, target_dtype)
+    for source, name in zip(sources, kernel.names, strict=True):  # the two may share memory
+        check_apart({"out": target, name: source})
+    for run in row_runs(*sources, target):
+        rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
+        kernel.unpack(*rows, rows=run.rows, row_values=shape[-1], dtype=native.DTYPES[target_dtype])
+    return values
+
+
+def _unpacked_shape(
+    codes: tuple[int, ...], scales: tuple[int, ...], kernel: Kernel
+) -> tuple[int, ...]:
+    """Return the shape of the values that planes of these shapes hold.
+
+    Raises:
+        ValueError: if the two do not belong together.
+    """
+    values = codes[-1] * 8 // FORMATS[kernel.entry_format].value_bits
+    expected = plane_shapes(codes[:-1], values, kernel.entry_format)[1]
+    if scales != expected:
+        raise ValueError(
+            f"scales must have shape {list(expected)} for {kernel.entry_format} {kernel.names[0]} "
+            f"of shape {list(codes)}, found {list(scales)}"
+        )
+    return (*codes[:-1], values)
+
+
+def relative_error(values: ArrayT, kernel: Kernel) -> float:
+    """Return the relative root-mean-square error of packing values and unpacking them.
+
+    0 for no values or only zeros; NaN if any value is NaN or infinite.
+
+    Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
+    """
+    if is_remote(values):
+        values = values.cpu()
+    source = host_view(values, "values", FLOATS)
+    exact = widen_bfloat16(source.data) if source.dtype == "bfloat16" else source.data
+    wide = exact.astype(np.float64)
+    codes, scales = (
+        host_view(plane, name, BYTES).data
+        for plane, name in zip(pack(values, kernel), kernel.names, strict=True)
+    )
+    decoded = np.empty(wide.shape, np.float32)
+    unpack(codes, scales, kernel, dtype="float32", out=decoded)
+    with np.errstate(invalid="ignore"):
+        error = float(np.square(decoded - wide).sum())
+        power = float(np.square(wide).sum())
+    return math.sqrt(error / power) if power else 0.0
+
+
+def _target(out: Array, role: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
+    """Memory of a checked output. NumPy's uint16 may stand for bfloat16."""
+    if is_remote(out):
+        raise ValueError(f"{role} must be on the input's device, cpu, found {out.device}")
+    bits = dtype == "bfloat16" and isinstance(out, np.ndarray) and out.dtype == np.uint16
+    view = out if bits else host_view(out, role, (dtype,)).data
+    check_out(view, role, shape)
+    return view
+
+
+def _to_device(
+    packed: Sequence[torch.Tensor],
+    device: torch.device,
+    out: Sequence[torch.Tensor] | None,
+    names: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move packed planes to a device, into ``out`` if that is given."""
+    if out is None:
+        return packed[0].to(device), packed[1].to(device)
+    for target, plane, name in zip(out, packed, names, strict=True):
+        _check_remote(target, name, plane.shape, plane.dtype, device)
+    return out[0].copy_(packed[0]), out[1].copy_(packed[1])
+
+
+def _check_remote(
+    tensor: torch.Tensor,
+    role: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if not is_tensor(tensor):
+        raise ValueError(f"{role} must be a torch tensor, found {type(tensor).__name__}")
+    found = (list(tensor.shape), tensor.dtype, tensor.device)
+    expected = (list(shape), dtype, device)
+    if found != expected:
+        raise ValueError(f"{role} must have shape, dtype and device {expected}, found {found}")
+
+
+def _unpack_remote(
+    planes: tuple[torch.Tensor, torch.Tensor],
+    kernel: Kernel,
+    dtype: str,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    from kvstore.codec import torch_decode
+
+    codes, scales = planes
+    shape = _unpacked_shape(tuple(codes.shape), tuple(scales.shape), kernel)
+    for plane, name in zip(planes, kernel.names, strict=True):
+        _check_remote(plane, name, plane.shape, torch_decode.BYTES, codes.device)
+    if out is not None:
+        _check_remote(out, "out", shape, torch_decode.DTYPES[dtype], codes.device)
+    values = kernel.unpack_tensors(codes, scales, dtype)
+    return values if out is None else out.copy_(values)

@@ -1,0 +1,179 @@
+/* FP8 packing, portable: the definition that faster versions are compared with.
+ *
+ * Arithmetic is in double, where no operand is ever a subnormal. A quotient of two floats that is
+ * not on a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than
+ * 2^-31 of its size, so a double never rounds onto one: rounding the double once more is rounding
+ * the exact quotient. */
+#include "kernels.h"
+
+enum { MX_BLOCK = 32, MX_LARGEST = 254, MX_NAN = 0xFF, ROW_SCALE_BYTES = 4 };
+
+static const uint32_t F32_LARGEST = 0x7F7FFFFF;
+static const uint32_t F32_NAN = 0x7FC00000;
+
+/* Values that share one scale. */
+static size_t block_of(int format, size_t row_values) {
+    return format == KVSTORE_MXFP8 ? MX_BLOCK : row_values;
+}
+
+static size_t scale_bytes_of(int format) { return format == KVSTORE_MXFP8 ? 1 : ROW_SCALE_BYTES; }
+
+/* A float as four bytes, the lowest first, on any machine. */
+static void store_le32(uint8_t *target, uint32_t bits) {
+    for (int i = 0; i < ROW_SCALE_BYTES; i++) {
+        target[i] = (uint8_t)(bits >> 8 * i);
+    }
+}
+
+static uint32_t load_le32(const uint8_t *source) {
+    uint32_t bits = 0;
+    for (int i = 0; i < ROW_SCALE_BYTES; i++) {
+        bits |= (uint32_t)source[i] << 8 * i;
+    }
+    return bits;
+}
+
+/* 2^ceil(log2(amax / 448)) as E8M0, for the bits of a float that is no NaN. 448 is 1.75 * 2^8: what
+ * is added to the fraction carries into the exponent exactly when the fraction exceeds .75. */
+static uint8_t rceil_scale(uint32_t amax) {
+    if (amax == F32_INFINITY) {
+        return MX_LARGEST; /* infinity / 448 is infinite, and saturates to the largest scale */
+    }
+    const uint32_t exponent = (amax + 0x1FFFFF) >> 23;
+    return (uint8_t)(exponent > 8 ? exponent - 8 : 0);
+}
+
+/* amax / 448 as the bits of a float, where amax is the largest finite magnitude of the row. Only a
+ * row of zeros has the scale 0: what rounds to 0 becomes the least float, or all would be lost. */
+static uint32_t amax_scale(uint32_t amax, int has_infinity) {
+    if (amax == 0) { /* with nothing finite to keep, an infinity becomes the largest float */
+        amax = has_infinity ? F32_LARGEST : 0;
+    }
+    const uint32_t scale = round_to(&WIDE[KVSTORE_F32], widen(amax) / 448);
+    return scale == 0 && amax != 0 ? 1 : scale;
+}
+
+static void pack_block(const unsigned char *values, size_t count, int dtype, int format,
+                       uint8_t *codes, uint8_t *scale, struct kvstore_pack_stats *stats) {
+    const size_t bytes = WIDE_BYTES[dtype];
+    uint32_t amax = 0; /* magnitudes compare as integers, with NaN above infinity */
+    uint32_t finite = 0;
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t magnitude = load(values + i * bytes, dtype) & F32_MAGNITUDE;
+        amax = magnitude > amax ? magnitude : amax;
+        finite = magnitude > finite && magnitude < F32_INFINITY ? magnitude : finite;
+        stats->inf_values += magnitude == F32_INFINITY;
+    }
+    const int is_nan = amax > F32_INFINITY;
+    stats->nan_blocks += (uint64_t)is_nan;
+    double divisor;
+    if (format == KVSTORE_MXFP8) {
+        *scale = is_nan ? MX_NAN : rceil_scale(amax);
+        divisor = e8m0_value(*scale);
+    } else {
+        const uint32_t bits = is_nan ? F32_NAN : amax_scale(finite, amax == F32_INFINITY);
+        store_le32(scale, bits);
+        divisor = bits == 0 ? 1.0 : widen(bits); /* zeros keep their signs */
+    }
+    if (is_nan) {
+        memset(codes, 0, count);
+        return;
+    }
+    for (size_t i = 0; i < count; i++) {
+        codes[i] = (uint8_t)round_to(&E4M3, widen(load(values + i * bytes, dtype)) / divisor);
+    }
+}
+
+static void unpack_block(const uint8_t *codes, size_t count, const uint8_t *scale, int format,
+                         unsigned char *values, int dtype) {
+    double factor;
+    if (format == KVSTORE_MXFP8) {
+        factor = e8m0_value(*scale);
+    } else {
+        const uint32_t bits = load_le32(scale);
+        factor = (bits & F32_MAGNITUDE) > F32_INFINITY ? e8m0_value(MX_NAN) : widen(bits);
+    }
+    const size_t bytes = WIDE_BYTES[dtype];
+    for (size_t i = 0; i < count; i++) { /* the product is exact: 4 and 24 bits */
+        store(values + i * bytes, dtype, round_to(&WIDE[dtype], e4m3_value(codes[i]) * factor));
+    }
+}
+
+static int check_numbers(int dtype, int format, size_t row_values) {
+    if (dtype != KVSTORE_F32 && dtype != KVSTORE_F16 && dtype != KVSTORE_BF16) {
+        return KVSTORE_ERR_DTYPE;
+    }
+    if (format != KVSTORE_MXFP8 && format != KVSTORE_FP8) {
+        return KVSTORE_ERR_FORMAT;
+    }
+    /* A row of FP8 has a scale, so it cannot be empty. */
+    const int fits = format == KVSTORE_MXFP8 ? row_values % MX_BLOCK == 0 : row_values > 0;
+    return fits && row_values <= (size_t)PTRDIFF_MAX / 4 ? KVSTORE_OK : KVSTORE_ERR_SHAPE;
+}
+
+int kvstore_fp8_pack(const void *values, int dtype, size_t rows, size_t row_values,
+                     ptrdiff_t value_stride, int format, int rule, uint8_t *codes,
+                     ptrdiff_t code_stride, uint8_t *scales, ptrdiff_t scale_stride,
+                     struct kvstore_pack_stats *stats) {
+    int code = check_numbers(dtype, format, row_values);
+    if (code == KVSTORE_OK &&
+        rule != (format == KVSTORE_MXFP8 ? KVSTORE_RULE_RCEIL : KVSTORE_RULE_AMAX)) {
+        code = KVSTORE_ERR_RULE;
+    }
+    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
+        return code;
+    }
+    const size_t block = block_of(format, row_values);
+    const size_t blocks = row_values / block;
+    const size_t scale_bytes = scale_bytes_of(format);
+    const size_t value_bytes = WIDE_BYTES[dtype];
+    const struct plane planes[3] = {{codes, row_values, code_stride},
+                                    {scales, blocks * scale_bytes, scale_stride},
+                                    {values, row_values * value_bytes, value_stride}};
+    code = check(planes, 2, rows);
+    if (code != KVSTORE_OK) {
+        return code;
+    }
+    struct kvstore_pack_stats unused = {0, 0};
+    for (size_t row = 0; row < rows; row++) {
+        const unsigned char *value_row =
+            (const unsigned char *)values + (ptrdiff_t)row * value_stride;
+        uint8_t *code_row = codes + (ptrdiff_t)row * code_stride;
+        uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
+        for (size_t i = 0; i < blocks; i++) {
+            pack_block(value_row + i * block * value_bytes, block, dtype, format,
+                       code_row + i * block, scale_row + i * scale_bytes, stats ? stats : &unused);
+        }
+    }
+    return KVSTORE_OK;
+}
+
+int kvstore_fp8_unpack(const uint8_t *codes, ptrdiff_t code_stride, const uint8_t *scales,
+                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
+                       void *values, int dtype, ptrdiff_t value_stride) {
+    int code = check_numbers(dtype, format, row_values);
+    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
+        return code;
+    }
+    const size_t block = block_of(format, row_values);
+    const size_t blocks = row_values / block;
+    const size_t scale_bytes = scale_bytes_of(format);
+    const size_t value_bytes = WIDE_BYTES[dtype];
+    const struct plane planes[3] = {{values, row_values * value_bytes, value_stride},
+                                    {codes, row_values, code_stride},
+                                    {scales, blocks * scale_bytes, scale_stride}};
+    code = check(planes, 1, rows);
+    if (code != KVSTORE_OK) {
+        return code;
+    }
+    for (size_t row = 0; row < rows; row++) {
+        const uint8_t *code_row = codes + (ptrdiff_t)row * code_stride;
+        const uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
+        unsigned char *value_row = (unsigned char *)values + (ptrdiff_t)row * value_stride;
+        for (size_t i = 0; i < blocks; i++) {
+            unpack_block(code_row + i * block, block, scale_row + i * scale_bytes, format,
+                         value_row + i * block * value_bytes, dtype);
+        }
+    }
+    return KVSTORE_OK;
+}
