@@ -51,7 +51,7 @@ every_model = pytest.mark.parametrize(
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-SUFFIXES = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW, 3 * BLOCK]
+SUFFIXES = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
 
 
 def cold(model: Any, tokens: list[int], cuts: set[int] | None = None) -> Logits:
@@ -124,7 +124,7 @@ def test_a_restored_cache_is_the_computed_one_bit_for_bit(
 
 
 @every_model
-@pytest.mark.parametrize("hit", [BLOCK, 2 * BLOCK, 5 * BLOCK])
+@pytest.mark.parametrize("hit", [BLOCK, 5 * BLOCK])
 def test_from_the_pool_every_suffix_is_exact(
     kind: str, dtype: torch.dtype, attention: str, hit: int, tmp_path: Path
 ) -> None:
@@ -144,7 +144,7 @@ def test_from_the_pool_every_suffix_is_exact(
 
 
 @every_model
-@pytest.mark.parametrize("length", [BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK - 1])
+@pytest.mark.parametrize("length", [BLOCK + 1, 3 * BLOCK, 4 * BLOCK - 1])
 def test_an_exact_repeat_and_its_continuation_are_exact(
     kind: str, dtype: torch.dtype, attention: str, length: int, tmp_path: Path
 ) -> None:
@@ -153,11 +153,11 @@ def test_an_exact_repeat_and_its_continuation_are_exact(
     stages: list[str] = []
     with open_cache(tmp_path, model_layout(model)) as cache:
         adapter = TransformersAdapter(model, cache, on_stage=stages.append)
-        first = adapter.generate(tokens, 8)
+        first = adapter.generate(tokens, 5)
         cache.flush()
         stages.clear()
-        again = adapter.generate(tokens, 8)
-        control = adapter.generate(tokens, 8, reuse=False)
+        again = adapter.generate(tokens, 5)
+        control = adapter.generate(tokens, 5, reuse=False)
     assert (first.hit_tokens, first.window_source) == (0, "none")
     assert again.hit_tokens == (length - 1) // BLOCK * BLOCK
     assert again.window_source == "pool"
@@ -169,7 +169,7 @@ def test_an_exact_repeat_and_its_continuation_are_exact(
 
 
 @every_kind
-@pytest.mark.parametrize("count", [1, 8, 17, 20, 40])
+@pytest.mark.parametrize("count", [1, 17, 20])
 def test_what_was_generated_can_be_gone_on_from(kind: str, count: int, tmp_path: Path) -> None:
     """Windows are kept at the last boundary of the output, and a block earlier at an even end."""
     model = hybrid_model(kind)
@@ -209,7 +209,7 @@ def test_a_turn_after_a_turn_is_exact(kind: str, tmp_path: Path) -> None:
 
 
 @every_model
-@pytest.mark.parametrize("hit", [BLOCK, 2 * BLOCK, 8 * BLOCK])
+@pytest.mark.parametrize("hit", [BLOCK, 6 * BLOCK])
 def test_without_its_window_a_hit_stays_whole_and_replays_exactly_the_window(
     kind: str, dtype: torch.dtype, attention: str, hit: int, tmp_path: Path
 ) -> None:
@@ -498,7 +498,7 @@ def test_a_damaged_block_shortens_the_hit_and_its_replay(kind: str, tmp_path: Pa
         assert frame is not None
         damaged = bytearray(frame)
         damaged[len(frame) // 2] ^= 1
-        ssd.put([Put(key, record, bytes(damaged))])
+        ssd.put([Put(key, replace(record, page=0), bytes(damaged))])
         warm = adapter.prefill(tokens)
     assert (warm.hit_tokens, warm.replay_tokens) == (3 * BLOCK, WINDOW)
     assert warm.window_source == "replay"
