@@ -1,4 +1,4 @@
-"""Cache layers of transformers for a model some of whose layers slide: what a hit needs beyond the usual.
+"""Cache layers of transformers for a hit of a model some of whose layers slide.
 
 A model builds its masks and positions from what its cache layers say of themselves, so a layer that
 tells the truth about its rows is masked right, whatever attention kernel the model uses.

@@ -124,7 +124,7 @@ class Generated:
 
 
 class TransformersAdapter:
-    """Runs a causal model of transformers over a prefix cache: full attention, sliding or not beside it.
+    """Runs a causal model of transformers over a prefix cache: dense, or with sliding layers as well.
 
     ``on_stage`` is called with the name of each stage of a prefill when it ends, for measurements.
 
@@ -347,9 +347,9 @@ class TransformersAdapter:
             windows += self._boundary(prefilled.past)
         run = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
         # The last boundary, and the one before it where the run ends on one: a repeat hits there.
-        ends = [w for w in windows if len(run) in (w.stop, w.stop + self._cache.block_tokens)]
-        ends = ends or list(windows)[-1:]
-        self.keep(run, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *ends))
+        if len(run) % self._cache.block_tokens:
+            windows = deque(list(windows)[-1:])
+        self.keep(run, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
         return Generated(
             tuple(new_tokens),
             np.stack(rows),
