@@ -108,7 +108,8 @@ def main(stores: str, result: str, *lengths: str) -> None:
     from kvstore.engine.transformers import TransformersAdapter, model_layout
 
     torch.set_num_threads(1)
-    facts, logits = {}, {}
+    facts: dict[str, Any] = {}
+    logits: dict[str, Any] = {}
     for kind in KINDS:
         model = hybrid_model(kind)
         for length in lengths:

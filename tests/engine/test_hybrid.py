@@ -499,7 +499,7 @@ def test_a_damaged_block_shortens_the_hit_and_its_replay(kind: str, tmp_path: Pa
         assert frame is not None
         damaged = bytearray(frame)
         damaged[len(frame) // 2] ^= 1
-        ssd.put([Put(key, replace(record, page=0), bytes(damaged))])
+        ssd.put([Put(key, replace(record, page=0), damaged)])
         warm = adapter.prefill(tokens)
     assert (warm.hit_tokens, warm.replay_tokens) == (3 * BLOCK, WINDOW)
     assert warm.window_source == "replay"
