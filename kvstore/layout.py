@@ -239,8 +239,9 @@ def layout(
     """Return the layout of a model.
 
     ``source`` is a preset's name, the path of a Hugging Face ``config.json`` (or of the folder that
-    holds one), or such a config as a mapping. ``dtype`` overrides the entry format of a dense
-    model: one name for all groups, or one per group as ``{"k": "bf16", "v": "nvfp4"}``.
+    holds one), or such a config as a mapping. ``dtype`` overrides the entry format of keys and
+    values: one name for both, or one per group as ``{"k": "bf16", "v": "nvfp4"}``. Windows keep the
+    model's own dtype unless the mapping names ``k_window`` and ``v_window`` as well.
 
     Raises:
         ConfigError: for an unknown preset, a missing or unreadable file, or a kind of model whose
@@ -286,10 +287,10 @@ def from_config(
             msg = f"{kind} has fixed entry formats, dtype={dtype!r} does not apply"
             raise ConfigError(msg)
         return _compressed_sparse(text)
-    if dtype is None:  # a multi-modal config may name the dtype once, outside
-        named = (c.get(name) for c in (text, config) for name in ("dtype", "torch_dtype"))
-        dtype = next(filter(None, named), "bfloat16")
-    return _dense(text, kind, dtype)
+    # A multi-modal config may name the dtype once, outside.
+    named = (c.get(name) for c in (text, config) for name in ("dtype", "torch_dtype"))
+    own = str(next(filter(None, named), "bfloat16"))
+    return _plain(text, kind, own, own if dtype is None else dtype)
 
 
 def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -327,50 +328,109 @@ _OTHER_CACHES = {
     "is_encoder_decoder": "cross attention",
     "num_kv_shared_layers": "layers that share a cache",
     "multi_query": "one key and value for all heads",
+    "per_layer_config": "a configuration for each layer",
+    "use_bidirectional_attention": "attention in both directions",
 }
 """Config fields that say a model does not cache plain keys and values in every layer."""
 
+_HEAD_SHAPES = {
+    "head_dim": ("v_head_dim", "global_head_dim", "swa_head_dim"),
+    "num_key_value_heads": (
+        "num_global_key_value_heads",
+        "swa_num_key_value_heads",
+        "num_key_value_heads_per_layer",
+    ),
+}
+"""Config fields that give values, or some of the layers, heads of another shape."""
 
-def _dense(config: Mapping[str, Any], kind: object, dtype: str | Mapping[str, str]) -> Layout:
-    """Layout of a model whose every layer caches one key and one value per token and KV head."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""The layer types whose layers cache plain keys and values."""
+
+
+def _plain(
+    config: Mapping[str, Any], kind: object, own: str, dtype: str | Mapping[str, str]
+) -> Layout:
+    """Layout of a model whose every layer caches one key and one value per token and KV head.
+
+    Layers of full attention are GLOBAL; those with a sliding window are WINDOW. ``own`` is the
+    model's dtype, in which a window is kept unless ``dtype`` says otherwise: a window lives for
+    minutes in host memory, where exactness is worth more than its bytes.
+    """
     for name, meaning in _OTHER_CACHES.items():
         if config.get(name):
-            msg = f"model type {kind!r} uses {meaning} ({name}), expected dense attention in every layer"
+            msg = f"model type {kind!r} uses {meaning} ({name}), expected plain keys and values in every layer"
             raise ConfigError(msg)
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, (list, tuple)):
-        msg = f"config field layer_types must be a list, found {layer_types!r}"
-        raise ConfigError(msg)
-    if any(layer_type != "full_attention" for layer_type in layer_types):
-        found = sorted({str(layer_type) for layer_type in layer_types})
-        msg = (
-            f"model type {kind!r} mixes layer types {found}, expected full_attention in every layer"
-        )
-        raise ConfigError(msg)
-    if not layer_types and config.get("sliding_window") and config.get("use_sliding_window", True):
-        msg = f"model type {kind!r} has a sliding window of {config['sliding_window']}, expected dense attention"
-        raise ConfigError(msg)
     heads = _field(config, "num_attention_heads")
     kv_heads = _field(config, "num_key_value_heads", heads)
     head_dim = config.get("head_dim")
     if head_dim is None:
         head_dim = _field(config, "hidden_size") // heads
     head_dim = _field({"head_dim": head_dim}, "head_dim")
-    layers = tuple(range(_field(config, "num_hidden_layers")))
-    by_group = dict(dtype) if isinstance(dtype, Mapping) else {"k": dtype, "v": dtype}
-    if set(by_group) != {"k", "v"}:
-        msg = f"dtype names groups {sorted(by_group)}, a dense model has exactly k and v"
+    full, sliding = _layers_by_type(config, kind)
+    shape = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+    for plain, others in _HEAD_SHAPES.items():
+        for name in others:
+            if config.get(name) and config[name] != shape[plain]:
+                msg = (
+                    f"model type {kind!r} has {name} {config[name]} beside {plain} {shape[plain]}, "
+                    "expected keys and values of one shape in every layer"
+                )
+                raise ConfigError(msg)
+    names = {"k": full, "v": full} | ({"k_window": sliding, "v_window": sliding} if sliding else {})
+    formats = dict(dtype) if isinstance(dtype, Mapping) else {"k": dtype, "v": dtype}
+    if not {"k", "v"} <= formats.keys() <= names.keys():
+        optional = " and may have k_window and v_window" if sliding else ""
+        msg = f"dtype names groups {sorted(formats)}, this model has exactly k and v{optional}"
         raise ConfigError(msg)
     groups = tuple(
         LayerGroup(
             name=name,
             layers=layers,
             values=kv_heads * head_dim,
-            entry_format=_entry_format(by_group[name]),
+            entry_format=_entry_format(formats.get(name, own)),
+            lifetime=Lifetime.GLOBAL if layers is full else Lifetime.WINDOW,
         )
-        for name in ("k", "v")
+        for name, layers in names.items()
     )
-    return Layout(model=str(config.get("_name_or_path") or kind or "dense"), groups=groups)
+    return Layout(
+        model=str(config.get("_name_or_path") or kind or "dense"),
+        groups=groups,
+        window_tokens=_field(config, "sliding_window") if sliding else 0,
+    )
+
+
+def _layers_by_type(
+    config: Mapping[str, Any], kind: object
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids of the layers of full attention and of those with a sliding window."""
+    count = _field(config, "num_hidden_layers")
+    types = config.get("layer_types") or []
+    if not isinstance(types, (list, tuple)):
+        msg = f"config field layer_types must be a list, found {types!r}"
+        raise ConfigError(msg)
+    if any(layer_type not in (_FULL, _SLIDING) for layer_type in types):
+        found = sorted({str(layer_type) for layer_type in types})
+        msg = f"model type {kind!r} has layer types {found}, expected {_FULL} and {_SLIDING} alone"
+        raise ConfigError(msg)
+    if not types and config.get("sliding_window") and config.get("use_sliding_window", True):
+        msg = (
+            f"model type {kind!r} has a sliding window of {config['sliding_window']} and no "
+            "layer_types that say which layers use it"
+        )
+        raise ConfigError(msg)
+    if _SLIDING not in types:
+        return tuple(range(count)), ()
+    if len(types) != count:
+        msg = f"layer_types names {len(types)} layers, expected one for each of {count}"
+        raise ConfigError(msg)
+    full = tuple(layer for layer in range(count) if types[layer] == _FULL)
+    if not full:
+        msg = (
+            f"model type {kind!r} has {_SLIDING} in every layer, so nothing it caches is worth "
+            f"keeping; expected {_FULL} in some"
+        )
+        raise ConfigError(msg)
+    return full, tuple(layer for layer in range(count) if types[layer] == _SLIDING)
 
 
 _INDEX_SCALE_RULE = "rceil"

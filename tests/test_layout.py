@@ -305,13 +305,20 @@ def test_a_text_config_without_a_dtype_has_that_of_the_whole_model() -> None:
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"multi_query": True}, "multi_query"),
-        ({"sliding_window": 4096}, "sliding window of 4096, expected dense attention"),
+        ({"sliding_window": 4096}, "sliding window of 4096 and no layer_types"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding window of 4096"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"] * 2},
-            r"mixes layer types \['full_attention', 'sliding_attention'\], expected full_attention",
-        ),
+        ({"use_bidirectional_attention": True}, "attention in both directions"),
+        ({"per_layer_config": {"0": {"head_dim": 16}}}, "a configuration for each layer"),
+        ({"v_head_dim": 16}, "v_head_dim 16 beside head_dim 8, expected keys and values of one"),
+        ({"global_head_dim": 16}, "global_head_dim 16 beside head_dim 8"),
+        ({"swa_num_key_value_heads": 4}, "swa_num_key_value_heads 4 beside num_key_value_heads 2"),
+        ({"num_key_value_heads_per_layer": [1, 2, 2, 2]}, "num_key_value_heads_per_layer"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"] * 2, "sliding_window": 8},
+            r"layer types \['chunked_attention', 'full_attention'\], expected full_attention and sl",
+        ),
+        ({"layer_types": ["full_attention", "conv"] * 2}, "layer types .*conv"),
         ({"layer_types": "full_attention"}, "layer_types must be a list"),
         ({"layer_types": ["full_attention", 1, None, []]}, "layer types"),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, found None"),
@@ -325,6 +332,95 @@ def test_a_text_config_without_a_dtype_has_that_of_the_whole_model() -> None:
 )
 def test_a_config_of_another_kind_is_refused(fields: dict[str, Any], message: str) -> None:
     assert re.search(message, refusal(changed(LLAMA, **fields)))
+
+
+# ---- full and sliding layers -------------------------------------------------------------------
+
+HYBRID = changed(
+    LLAMA,
+    model_type="gemma3_text",
+    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=32,
+)
+
+
+def test_full_layers_are_global_and_sliding_ones_are_windows() -> None:
+    hybrid = layout(HYBRID)
+    facts = [(g.name, g.layers, g.values, g.entry_format, g.lifetime) for g in hybrid.groups]
+    assert facts == [
+        ("k", (2,), 16, "f16", Lifetime.GLOBAL),
+        ("v", (2,), 16, "f16", Lifetime.GLOBAL),
+        ("k_window", (0, 1, 3), 16, "f16", Lifetime.WINDOW),
+        ("v_window", (0, 1, 3), 16, "f16", Lifetime.WINDOW),
+    ]
+    assert hybrid.window_tokens == 32
+    assert hybrid.bytes_per_token == 2 * 16 * 2
+    assert hybrid.window_bytes == 2 * 3 * 32 * 16 * 2
+
+
+def test_gpt_oss_alternates_and_a_nested_text_config_counts() -> None:
+    """Numbers of gpt-oss-20b: every other of 24 layers slides over 128 tokens."""
+    gpt_oss = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_size": 2880,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    }
+    found = layout({"model_type": "wrapper", "dtype": "bfloat16", "text_config": gpt_oss})
+    assert found.groups == layout(gpt_oss).groups
+    assert found.group("k").layers == tuple(range(1, 24, 2))
+    assert found.group("v_window").layers == tuple(range(0, 24, 2))
+    assert found.bytes_per_token == 24_576
+    assert found.window_bytes == 24_576 * 128
+
+
+@pytest.mark.parametrize(
+    ("dtype", "formats"),
+    [
+        (None, ["f16", "f16", "f16", "f16"]),
+        ("mxfp4", ["mxfp4", "mxfp4", "f16", "f16"]),
+        ("f32", ["f32", "f32", "f16", "f16"]),
+        ({"k": "bf16", "v": "nvfp4"}, ["bf16", "nvfp4", "f16", "f16"]),
+        ({"k": "f32", "v": "f32", "v_window": "bf16"}, ["f32", "f32", "f16", "bf16"]),
+        ({"v_window": "u8", "k_window": "f32", "v": "f16", "k": "u8"}, ["u8", "f16", "f32", "u8"]),
+    ],
+)
+def test_a_window_keeps_the_models_dtype_unless_it_is_named(dtype: Any, formats: list[str]) -> None:
+    wide = changed(HYBRID, head_dim=16)
+    assert [g.entry_format for g in layout(wide, dtype=dtype).groups] == formats
+
+
+def test_the_fingerprint_tells_which_layers_are_full() -> None:
+    other = changed(HYBRID, layer_types=[*HYBRID["layer_types"][1:], "sliding_attention"])
+    assert layout(HYBRID).fingerprint != layout(other).fingerprint
+    assert layout(HYBRID).fingerprint == layout(changed(HYBRID, sliding_window=64)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 4}, {}, "sliding_attention in every layer"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {}, "names 2 layers, .* of 4"),
+        ({"sliding_window": None}, {}, "sliding_window must be a positive integer, found None"),
+        ({"swa_head_dim": 32}, {}, "swa_head_dim 32 beside head_dim 8"),
+        ({}, {"dtype": {"k": "f16", "k_window": "f16"}}, "exactly k and v and may have k_window"),
+        ({}, {"dtype": {"k": "f16", "v": "f16", "window": "f16"}}, "may have k_window and v_wind"),
+        ({"torch_dtype": "float64"}, {"dtype": "f32"}, "unknown dtype 'float64'"),
+    ],
+)
+def test_an_odd_hybrid_is_refused(
+    fields: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, refusal(changed(HYBRID, **fields), **options))
+
+
+def test_a_dense_model_has_no_windows_to_name() -> None:
+    named = {"k": "f16", "v": "f16", "k_window": "f16"}
+    assert refusal(LLAMA, dtype=named).endswith("this model has exactly k and v")
 
 
 def test_a_switched_off_window_is_no_window() -> None:

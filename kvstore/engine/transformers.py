@@ -1,16 +1,21 @@
-"""Keeps the KV cache of a dense transformers model in a prefix cache, and takes it back from there.
+"""Keeps the KV cache of a transformers model in a prefix cache, and takes it back from there.
 
 It knows tensors of one model and entries of one layout. It knows no tier, no file and no eviction.
+
+Keys and values of full-attention layers are global. Those of sliding layers are window KV: taken at
+block boundaries, put into the window pool, and rebuilt by bounded replay when they are gone.
 
 A prefill that starts from restored entries computes, bit for bit, what a prefill without them
 computes, if both are cut into chunks at the same place: matrix products of other shapes may round
 differently. So every prefill here is cut at the last block boundary before its last token, which is
-where a later run of the same prompt can start.
+where a later run of the same prompt can start. With sliding layers this holds for a window out of the
+pool; a replayed one differs, because its first rows never saw what lies before the replay.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +24,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import kvstore
 from kvstore.cache import Scope
 from kvstore.codec import codec_for
+from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
+WindowSource = Literal["pool", "replay", "none"]
 Stage = Literal["lookup", "read", "restore", "forward"]
 """The stages of a prefill, in order. The first three are missing where nothing is looked up."""
 
 KEYS, VALUES = "k", "v"
-"""Names of the two groups of a dense layout."""
+"""Names of the GLOBAL groups of a layout: full-attention layers."""
+WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
+"""Names of its WINDOW groups: sliding layers, if there are any."""
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """Formats whose entries are plain numbers: exact if they are the model's own, else one rounding."""
 
@@ -42,13 +52,10 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
     """Return the layout of a loaded model: its own KV dtype unless ``dtype`` names another format.
 
     Raises:
-        ConfigError: if the model does not cache plain keys and values in every layer.
+        ConfigError: if the model does not cache plain keys and values in every layer, or only in
+            layers with a sliding window.
     """
-    config = dict(model.config.to_dict())
-    # A label for people: the folder's name, not where this machine keeps it.
-    config["_name_or_path"] = Path(str(model.config.name_or_path or "")).name
-    chosen = dtype if dtype is not None else str(model.dtype).removeprefix("torch.")
-    return kvstore.layout(config, dtype=chosen)
+    return kvstore.layout(_config(model, str(model.dtype).removeprefix("torch.")), dtype=dtype)
 
 
 class CausalModel:
@@ -65,14 +72,14 @@ class CausalModel:
         # Logits of one row instead of all: with a large vocabulary they outweigh the KV cache.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    def forward(self, tokens: Tokens, past: DynamicCache | None = None) -> NDArray[np.float32]:
+    def forward(self, tokens: Tokens, past: Cache | None = None) -> NDArray[np.float32]:
         """Run ``tokens`` after those in ``past``, which grows by them.
 
         Shapes:
             returns the last token's logits, float32 ``[vocab]``.
         """
         ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
-        cache = DynamicCache() if past is None else past
+        cache = DynamicCache(config=self._model.config) if past is None else past
         arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
         with torch.no_grad():
             logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -1]
@@ -88,11 +95,17 @@ class Prefilled:
         logits float32 ``[vocab]``, of the last token.
     """
 
-    past: DynamicCache
+    past: Cache
     """The KV cache of the whole prompt, ready for the next token."""
     logits: NDArray[np.float32]
     hit_tokens: int
     """Leading tokens whose entries came from the prefix cache."""
+    replay_tokens: int = 0
+    """Tokens of the hit that were run again to rebuild their windows."""
+    window_source: WindowSource = "none"
+    """Where the windows of the hit came from; ``"none"`` without a hit or without sliding layers."""
+    windows: tuple[kvstore.WindowSnapshot, ...] = ()
+    """Windows at the block boundaries where a later run of the prompt can start; for ``keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +119,12 @@ class Generated:
     new_tokens: tuple[int, ...]
     logits: NDArray[np.float32]
     hit_tokens: int
+    replay_tokens: int = 0
+    window_source: WindowSource = "none"
 
 
 class TransformersAdapter:
-    """Runs a dense causal model of transformers over a prefix cache.
+    """Runs a causal model of transformers over a prefix cache: dense, or with sliding layers as well.
 
     ``on_stage`` is called with the name of each stage of a prefill when it ends, for measurements.
 
@@ -140,14 +155,20 @@ class TransformersAdapter:
         self._on_stage = on_stage
         self._layout = cache.layout
         self._dtype: torch.dtype = model.dtype
-        _check_layout(self._layout, model_layout(model))
+        _check_layout(self._layout, kvstore.layout(_config(model, "float32")))
+        self._window_tokens = self._layout.window_tokens
+        self._layer_count = len({layer for group in self._layout.groups for layer in group.layers})
+        if self._window_tokens == 1:
+            # Transformers keeps the last W - 1 rows as a slice from -(W - 1), here from 0: all of them.
+            msg = "transformers keeps every row of a sliding window of 1, expected at least 2"
+            raise ConfigError(msg)
 
     # ---- tensors and entries -------------------------------------------------------------------
 
     def capture(
-        self, past: DynamicCache, start: int = 0, stop: int | None = None
+        self, past: Cache, start: int = 0, stop: int | None = None
     ) -> dict[str, NDArray[np.uint8]]:
-        """Return the entries of tokens ``[start, stop)`` of a KV cache, to the end by default.
+        """Return the GLOBAL entries of tokens ``[start, stop)`` of a KV cache, to the end by default.
 
         Shapes:
             each uint8 ``[layers, stop - start, entry_bytes]``. One entry is the ``[kv_heads,
@@ -160,37 +181,105 @@ class TransformersAdapter:
         if not 0 <= start <= end <= length:
             msg = f"expected 0 <= start <= stop <= {length} tokens in the KV cache, found [{start}, {end})"
             raise ValueError(msg)
-        pairs = [(keys, values) for keys, values, *_ in past]
-        return {
-            KEYS: self._pack(self._layout.group(KEYS), [k for k, _ in pairs], start, end),
-            VALUES: self._pack(self._layout.group(VALUES), [v for _, v in pairs], start, end),
-        }
+        return self._pack_pair(past, KEYS, VALUES, start, end)
 
-    def restore(self, entries: Mapping[str, NDArray[np.uint8]]) -> DynamicCache:
+    def snapshot(self, past: Cache, source: str = "engine") -> kvstore.WindowSnapshot:
+        """Return the rows that the sliding layers of a KV cache hold: W - 1, or what there is.
+
+        Its ``stop`` is the length of the KV cache, which the window pool wants at a block boundary.
+
+        Shapes:
+            rows of ``k_window`` and ``v_window``, as ``capture``.
+
+        Cost: one copy.
+        """
+        stop = past.get_seq_length()
+        layer = past.layers[self._layout.group(WINDOW_KEYS).layers[0]]
+        held = int(layer.keys.shape[-2])
+        rows = self._pack_pair(past, WINDOW_KEYS, WINDOW_VALUES, 0, held)
+        return kvstore.WindowSnapshot(stop - held, stop, rows, source)
+
+    def restore(
+        self,
+        entries: Mapping[str, NDArray[np.uint8]],
+        window: kvstore.WindowSnapshot | None = None,
+    ) -> Cache:
         """Return a KV cache that holds ``entries``, with the memory layout of a computed one.
+
+        ``window`` is the window that ends them, for a model with sliding layers. Without it those
+        layers hold no row: ``rebuild`` makes them.
 
         Shapes:
             as ``capture`` returns them, and as ``PrefixCache.read`` does.
 
         Cost: one copy into the order that attention reads.
         """
-        keys, values = self._layout.group(KEYS), self._layout.group(VALUES)
-        # DynamicCache copies what it is given, as it does when it grows, so its tensors are contiguous
-        # like computed ones: with others attention may take another kernel, which rounds otherwise.
-        return DynamicCache(
-            (
-                (self._unpack(keys, key_bytes), self._unpack(values, value_bytes))
-                for key_bytes, value_bytes in zip(entries[KEYS], entries[VALUES], strict=True)
+        past = self._empty(0 if window is None else window.start)
+        self._fill(past, KEYS, VALUES, entries)
+        if window is not None:
+            self._fill(past, WINDOW_KEYS, WINDOW_VALUES, window.rows)
+        return past
+
+    def rebuild(self, past: Cache, tokens: Tokens, start: int) -> Cache:
+        """Return ``past`` with sliding layers rebuilt from a run of ``tokens[start:]``: bounded replay.
+
+        ``past`` holds the full-attention layers of all ``tokens``. They are read and stay as they
+        are, in the returned KV cache too. A replayed query at ``p`` reads sliding rows of
+        ``[max(start, p - W + 1), p]``.
+
+        Cost: one forward over ``len(tokens) - start`` tokens.
+        """
+        ids = as_tokens(tokens)
+        full, sliding = self._layout.group(KEYS).layers, self._layout.group(WINDOW_KEYS).layers
+        replayed = self._empty(start)
+        for layer in full:
+            replayed.layers[layer] = StoredLayer(past.layers[layer], start)
+        self._causal.forward(ids[start:], replayed)
+        layers = list(past.layers)
+        for layer in sliding:
+            layers[layer] = replayed.layers[layer]
+        return Cache(layers=layers)
+
+    def _empty(self, start: int = 0) -> Cache:
+        """Return a KV cache of no rows; sliding layers will hold those from ``start`` on."""
+        if not self._window_tokens:
+            return DynamicCache()
+        sliding = self._layout.group(WINDOW_KEYS).layers
+        layers = [
+            WindowLayer(self._window_tokens, start) if layer in sliding else DynamicLayer()
+            for layer in range(self._layer_count)
+        ]
+        return Cache(layers=layers)
+
+    def _fill(
+        self, past: Cache, keys: str, values: str, entries: Mapping[str, NDArray[np.uint8]]
+    ) -> None:
+        key_group, value_group = self._layout.group(keys), self._layout.group(values)
+        packed = zip(key_group.layers, entries[keys], entries[values], strict=True)
+        for layer, key_bytes, value_bytes in packed:
+            # A cache layer copies what it is given, as it does when it grows, so its tensors are
+            # contiguous like computed ones: with others attention may take another kernel, which
+            # rounds otherwise.
+            past.update(
+                self._unpack(key_group, key_bytes), self._unpack(value_group, value_bytes), layer
             )
-        )
+
+    def _pack_pair(
+        self, past: Cache, keys: str, values: str, start: int, stop: int
+    ) -> dict[str, NDArray[np.uint8]]:
+        if len(past.layers) != self._layer_count:
+            msg = f"expected a KV cache of {self._layer_count} layers, found {len(past.layers)}"
+            raise ValueError(msg)
+        layers = [past.layers[layer] for layer in self._layout.group(keys).layers]
+        return {
+            keys: self._pack(self._layout.group(keys), [x.keys for x in layers], start, stop),
+            values: self._pack(self._layout.group(values), [x.values for x in layers], start, stop),
+        }
 
     def _pack(
         self, group: LayerGroup, tensors: Sequence[torch.Tensor], start: int, stop: int
     ) -> NDArray[np.uint8]:
         packed = np.empty((len(group.layers), stop - start, group.entry_bytes), np.uint8)
-        if len(tensors) != len(group.layers):
-            msg = f"expected a KV cache of {len(group.layers)} layers, found {len(tensors)}"
-            raise ValueError(msg)
         if start == stop:
             return packed  # torch cannot view empty arrays as another type
         raw = RAW_DTYPES.get(group.entry_format)
@@ -232,13 +321,19 @@ class TransformersAdapter:
         if not len(ids):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
-        past, hit = self._recall(ids) if reuse else (DynamicCache(), 0)
+        made = self._recall(ids) if reuse else _Recalled(self._empty())
+        past, hit, windows = made.past, made.hit_tokens, []
+        if made.replay_tokens:
+            past = self.rebuild(past, ids[:hit], hit - made.replay_tokens)
+            windows.append(self.snapshot(past, "replay"))
         cut = (len(ids) - 1) // self._cache.block_tokens * self._cache.block_tokens
         if hit < cut:
             self._causal.forward(ids[hit:cut], past)
+            windows += self._boundary(past)
         logits = self._causal.forward(ids[max(hit, cut) :], past)
+        windows += self._boundary(past)
         self._end("forward")
-        return Prefilled(past, logits, hit)
+        return Prefilled(past, logits, hit, made.replay_tokens, made.window_source, tuple(windows))
 
     def generate(self, tokens: Tokens, count: int, *, reuse: bool = True) -> Generated:
         """Run a prompt, continue it by ``count`` tokens, and offer the cache what was computed."""
@@ -249,34 +344,86 @@ class TransformersAdapter:
         prefilled = self.prefill(ids, reuse=reuse)
         rows = [prefilled.logits]
         new_tokens = [int(rows[0].argmax())]
+        windows = deque[kvstore.WindowSnapshot](maxlen=2)
         while len(new_tokens) < count:
             rows.append(self._causal.forward(new_tokens[-1:], prefilled.past))
             new_tokens.append(int(rows[-1].argmax()))
+            windows += self._boundary(prefilled.past)
         run = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
-        self.keep(run, prefilled.past, prefilled.hit_tokens)
-        return Generated(tuple(new_tokens), np.stack(rows), prefilled.hit_tokens)
+        # The last boundary, and the one before it where the run ends on one: a repeat hits there.
+        if len(run) % self._cache.block_tokens:
+            windows = deque(list(windows)[-1:])
+        self.keep(run, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
+        return Generated(
+            tuple(new_tokens),
+            np.stack(rows),
+            prefilled.hit_tokens,
+            prefilled.replay_tokens,
+            prefilled.window_source,
+        )
 
-    def keep(self, tokens: Tokens, past: DynamicCache, start: int = 0) -> kvstore.Stored:
-        """Offer the cache the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary."""
+    def keep(
+        self,
+        tokens: Tokens,
+        past: Cache,
+        start: int = 0,
+        windows: Sequence[kvstore.WindowSnapshot] = (),
+    ) -> kvstore.Stored:
+        """Offer the cache the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary.
+
+        ``windows`` are snapshots at boundaries within ``tokens``, as ``Prefilled.windows`` has them.
+        """
         ids = as_tokens(tokens)
+        for window in windows:
+            self._cache.put_window(ids, window)
         whole = len(ids) // self._cache.block_tokens * self._cache.block_tokens
         end = max(start, whole)
         entries = self.capture(past, start, end)
         return self._cache.store(ids[:end], entries, start=start, wait=self._store_wait)
 
-    def _recall(self, ids: NDArray[np.uint32]) -> tuple[DynamicCache, int]:
+    def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
+        """Return the window of a KV cache that ends on a block boundary, if there is one to take."""
+        if not self._window_tokens or past.get_seq_length() % self._cache.block_tokens:
+            return []
+        return [self.snapshot(past)]
+
+    def _recall(self, ids: NDArray[np.uint32]) -> _Recalled:
         with self._cache.lookup(ids) as match:
             self._end("lookup")
+            # A bad block shortens what was read and the match with it, down to nothing: then it is
+            # all computed again.
             entries = self._cache.read(match)
             self._end("read")
-        # A bad block shortens what was read, down to nothing: then it is all computed again.
-        past = self.restore(entries) if entries.tokens else DynamicCache()
+            window = self._cache.window(match) if match.window_hit else None
+            hit, replay = match.hit_tokens, match.hit_tokens - match.replay_start
+        past = self.restore(entries, window) if hit else self._empty()
         self._end("restore")
-        return past, entries.tokens
+        source: WindowSource = "pool" if window is not None else "replay" if replay else "none"
+        return _Recalled(past, hit, replay, source)
 
     def _end(self, stage: Stage) -> None:
         if self._on_stage is not None:
             self._on_stage(stage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recalled:
+    """What the prefix cache had of a prompt; ``replay_tokens`` of it still have to run again."""
+
+    past: Cache
+    hit_tokens: int = 0
+    replay_tokens: int = 0
+    window_source: WindowSource = "none"
+
+
+def _config(model: Any, dtype: str) -> dict[str, Any]:
+    """Return a model's config under its own ``dtype``: it may have been cast since it was written."""
+    config = {**model.config.to_dict(), "dtype": dtype}
+    # A label for people: the folder's name, not where this machine keeps it.
+    config["_name_or_path"] = Path(str(model.config.name_or_path or "")).name
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = {**config["text_config"], "dtype": dtype}
+    return config
 
 
 def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
@@ -291,11 +438,12 @@ def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
 def _check_layout(found: Layout, expected: Layout) -> None:
     """Compare what a cache was opened for with what a model caches, entry formats apart."""
 
-    def shape(layout: Layout) -> dict[str, tuple[object, ...]]:
-        return {
-            g.name: (len(g.layers), g.layers[0], g.values, g.tokens_per_entry, g.lifetime.value)
+    def shape(layout: Layout) -> tuple[object, ...]:
+        groups = {
+            g.name: (g.layers, g.values, g.tokens_per_entry, g.lifetime.value)
             for g in layout.groups
         }
+        return groups, layout.window_tokens
 
     if shape(found) != shape(expected):
         msg = (
@@ -306,4 +454,5 @@ def _check_layout(found: Layout, expected: Layout) -> None:
 
 
 def _describe(layout: Layout) -> str:
-    return ", ".join(f"{g.name} ({len(g.layers)} layers of {g.values})" for g in layout.groups)
+    groups = ", ".join(f"{g.name} ({len(g.layers)} layers of {g.values})" for g in layout.groups)
+    return f"{groups}, window {layout.window_tokens}" if layout.window_tokens else groups

@@ -238,10 +238,10 @@ def test_a_cache_of_another_shape_is_refused(tmp_path: Path) -> None:
         TransformersAdapter(tiny_model(), cache)
 
 
-def test_a_model_with_sliding_windows_is_refused() -> None:
+def test_a_model_of_sliding_windows_alone_is_refused() -> None:
     model = tiny_model()
-    model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="expected full_attention in every layer"):
+    model.config.layer_types = ["sliding_attention"] * LAYERS
+    with pytest.raises(ConfigError, match="sliding_attention in every layer"):
         model_layout(model)
 
 
