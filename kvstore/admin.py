@@ -155,9 +155,12 @@ def _find(ssd: SsdTier, prefix: str) -> tuple[BlockKey, Record]:
     wanted = prefix.lower()
     found = [(key, record) for key, record in ssd.records() if key.hex().startswith(wanted)]
     if len(found) != 1:
-        some = ", ".join(key.hex() for key, _ in (found or list(ssd.records()))[:3])
-        says = "no block" if not found else f"{len(found)} blocks"
-        msg = f"{says} in {ssd.path} has a key that starts with {prefix!r}; there are {some or 'none'}"
+        some = ", ".join(key.hex() for key, _ in found[:3])
+        msg = (
+            f"no block in {ssd.path} has a key that starts with {prefix!r}; list them without a key"
+        )
+        if found:
+            msg = f"{len(found)} blocks in {ssd.path} have keys that start with {prefix!r}: {some}; give more digits"
         raise ValueError(msg)
     return found[0]
 

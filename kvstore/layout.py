@@ -249,6 +249,13 @@ def layout(
     """
     if isinstance(source, Mapping):
         return from_config(source, dtype=dtype)
+    given: object = source
+    if not isinstance(given, str | Path):
+        msg = (
+            f"expected a preset's name, the path of a config.json or a config as a mapping, found "
+            f"{type(given).__name__}; a transformers config gives one as config.to_dict()"
+        )
+        raise ConfigError(msg)
     preset = PRESETS.get(str(source))
     if preset is not None:
         return from_config(preset, dtype=dtype)
@@ -299,6 +306,8 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         msg = f"config field {name} must be a positive integer, found {value!r}"
+        if value is None:
+            msg += f"; model type {config.get('model_type')!r} may cache what this version cannot describe"
         raise ConfigError(msg)
     return value
 

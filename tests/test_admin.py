@@ -63,7 +63,7 @@ def test_inspect_shows_a_block_and_its_parents(tmp_path: Path) -> None:
     assert block["namespace"]["model"] == "test"
     with pytest.raises(ValueError, match="no block in .* starts with 'zz'"):
         admin.inspect_block(tmp_path / "s", "zz")
-    with pytest.raises(ValueError, match="8 blocks in .* starts with ''"):
+    with pytest.raises(ValueError, match="8 blocks in .* start with ''"):
         admin.inspect_block(tmp_path / "s", "")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore import ConfigError
 from kvstore.layout import FORMATS, PRESETS, LayerGroup, Layout, Lifetime, from_config, layout
 from tests.builders import FORMAT_UNITS, mixed_layout, windowed_layout
 
@@ -597,3 +598,18 @@ def test_a_config_and_its_layout_agree_whichever_function_reads_it() -> None:
 
 def test_every_preset_is_a_layout() -> None:
     assert all(layout(name).model == name for name in PRESETS)
+
+
+def test_a_config_object_is_told_to_become_a_mapping() -> None:
+    class Config:
+        model_type = "llama"
+
+    with pytest.raises(ConfigError, match=r"found Config; .* config\.to_dict\(\)"):
+        layout(Config())  # type: ignore[arg-type]
+
+
+def test_a_config_of_an_unknown_kind_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="num_attention_heads .* found None; model type 'gpt2' may"
+    ):
+        layout({"model_type": "gpt2", "n_head": 12, "n_layer": 12, "n_embd": 768})
