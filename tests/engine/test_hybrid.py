@@ -11,6 +11,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ every_model = pytest.mark.parametrize(
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads wait for each other longer than such small models compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 SUFFIXES = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]
 
 
