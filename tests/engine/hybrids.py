@@ -107,7 +107,6 @@ def main(stores: str, result: str, *lengths: str) -> None:
     """Continue a prompt of each length by each kind of model, over the stores of the last run."""
     from kvstore.engine.transformers import TransformersAdapter, model_layout
 
-    torch.set_num_threads(1)
     facts: dict[str, Any] = {}
     logits: dict[str, Any] = {}
     for kind in KINDS:
