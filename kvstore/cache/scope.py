@@ -228,6 +228,9 @@ class Scope:
             msg = f"the snapshot stops at {snapshot.stop}, beyond the {len(prefix.tokens)} tokens given"
             raise ValueError(msg)
         is_replayed = snapshot.source == "replay"
+        if is_replayed:  # folded into a prefill, so no hook was asked
+            rows = min(snapshot.stop - snapshot.start, self.layout.window_tokens)
+            self._shared.count_replay(rows)
         return self._shared.put_window(prefix, snapshot, is_replayed=is_replayed)
 
     def window(self, match: Match, hook: ReplayHook | None = None) -> WindowSnapshot:

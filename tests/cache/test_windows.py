@@ -177,6 +177,8 @@ def test_a_window_that_an_engine_replayed_by_itself_never_replaces_an_exact_one(
         assert cache.put_window(tokens, folded)
         assert cache.put_window(tokens, snapshot_of(hit))
         assert not cache.put_window(tokens, folded)
+        counters = cache.stats()["counters"]
+        assert (counters["replay_requests"], counters["replayed_tokens"]) == (2, 2 * W)
         with cache.lookup(tokens) as match:
             rows = cache.window(match).rows["window"]
             np.testing.assert_array_equal(rows, snapshot_of(hit).rows["window"])
