@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 	$(BIN)/kvstore demo
 
 test: check native-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -45,6 +46,11 @@ from tests.stores import (
     paged,
     tokens_of,
 )
+
+
+def shown(value: object) -> str:
+    """Name a parameter the same in every process."""
+    return re.sub(r" object at 0x[0-9a-f]+", "", str(value))
 
 
 def kept(cache: Scope, count: int = 4 * BLOCK + 1, seed: int = 0, **options: Any) -> Any:
@@ -414,7 +420,7 @@ def test_a_bad_block_shortens_a_hit_to_where_there_is_a_window(tmp_path: Path) -
             assert_entries(WINDOWED, found, tokens, 2 * BLOCK)
 
 
-@pytest.mark.parametrize("junk", [None, 3, [None], [3], ["rows"], iter(())], ids=str)
+@pytest.mark.parametrize("junk", [None, 3, [None], [3], ["rows"], iter(())], ids=shown)
 def test_a_hook_that_returns_junk_is_told_so(tmp_path: Path, junk: Any) -> None:
     with open_cache(tmp_path / "s", WINDOWED) as cache:
         match = cache.lookup(kept(cache))
@@ -425,7 +431,7 @@ def test_a_hook_that_returns_junk_is_told_so(tmp_path: Path, junk: Any) -> None:
 @pytest.mark.parametrize(
     "junk",
     [None, 3, WindowSnapshot(0, 32, None), WindowSnapshot(0, 32, {"w": None})],  # type: ignore[arg-type, dict-item]
-    ids=str,
+    ids=shown,
 )
 def test_a_snapshot_that_is_none_is_refused(tmp_path: Path, junk: Any) -> None:
     with (
@@ -465,7 +471,7 @@ def test_narrow_integers_and_tensors_make_a_window_like_any_other(tmp_path: Path
         ({"wait": None}, "wait must be seconds"),
         ({"images": [(0, 8, b"cat")]}, "images must be ImageSpan"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_bad_arguments_of_a_store_are_named(
     tmp_path: Path, options: dict[str, Any], message: str
@@ -475,13 +481,13 @@ def test_bad_arguments_of_a_store_are_named(
         cache.store(tokens, entries_of(DENSE, tokens), **options)
 
 
-@pytest.mark.parametrize("entries", [None, [], 3], ids=str)
+@pytest.mark.parametrize("entries", [None, [], 3], ids=shown)
 def test_entries_that_are_no_mapping_are_named(tmp_path: Path, entries: Any) -> None:
     with open_cache(tmp_path / "s") as cache, pytest.raises(ValueError, match="entries must map"):
         cache.store(tokens_of(33), entries)
 
 
-@pytest.mark.parametrize("wait", [float("inf"), 1e12, -1, -float("inf"), np.float32(1)], ids=str)
+@pytest.mark.parametrize("wait", [float("inf"), 1e12, -1, -float("inf"), np.float32(1)], ids=shown)
 def test_any_number_of_seconds_may_be_waited(
     tmp_path: Path, held_writer: threading.Event, wait: float
 ) -> None:
@@ -497,7 +503,7 @@ def test_any_number_of_seconds_may_be_waited(
 @pytest.mark.parametrize(
     "tokens",
     [[[1, 2], [3]], [1, None], [2**70], object(), {1: 2}, "abc", [True] * 9, [1.0] * 9],
-    ids=str,
+    ids=shown,
 )
 def test_strange_tokens_are_a_value_error(tmp_path: Path, tokens: Any) -> None:
     with open_cache(tmp_path / "s") as cache, pytest.raises(ValueError, match="token"):
@@ -549,7 +555,7 @@ def test_a_bad_option_is_named_and_leaves_nothing_open(
 
 
 @pytest.mark.parametrize(
-    "bad", [(1, float("nan")), (1, float("inf")), (float("nan"), 1), (float("inf"), 1)], ids=str
+    "bad", [(1, float("nan")), (1, float("inf")), (float("nan"), 1), (float("inf"), 1)], ids=shown
 )
 def test_a_measurement_that_is_no_number_is_refused(tmp_path: Path, bad: Any) -> None:
     with open_cache(tmp_path / "s") as cache, pytest.raises(ValueError, match="positive tokens"):
@@ -821,7 +827,7 @@ def test_a_damaged_name_of_a_namespace_costs_its_name_only(tmp_path: Path, value
         reader.stats()
 
 
-@pytest.mark.parametrize("value", [b"", b"-1", b"one", b"9" * 30, b"\xff"], ids=str)
+@pytest.mark.parametrize("value", [b"", b"-1", b"one", b"9" * 30, b"\xff"], ids=shown)
 def test_a_damaged_generation_is_an_error_and_leaves_nothing_open(
     tmp_path: Path, value: bytes
 ) -> None:
