@@ -3,7 +3,7 @@
 Question: a prompt of H + r tokens hits at H. Are the suffix's global entries and the logits those of a
           cold run, with the window from the pool (W or 2W - 2 rows), and after a replay?
 Method:   the reference engine in float64 through a real store; one line per suffix length r. The law
-          (specification 3.5): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
+          (docs/decisions/0010): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
           R rows; after a replay both differ, unless the hit is at most W tokens.
 Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
 Run:      python -m bench.exactness [--json]

@@ -3,7 +3,7 @@
 Question: what does one cached token of DeepSeek-V4.1-Flash cost on SSD?
 Method:   store 1,000 blocks of random entries through the real tier, in one prompt per 50 blocks,
           flush, and count pages. No clock, so the figures are the same on every machine.
-Bound:    890 bytes a token (spec 2.2); 896 with LMDB's whole pages of 4,096 bytes.
+Bound:    890 bytes a token, from the layer table; 896 with LMDB's whole pages of 4,096 bytes.
 Run:      python -m bench.footprint
 """
 

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 """Version of the frame. A store of another version is refused, never guessed at."""
 
 UNIT_ENTRIES = 64
-"""Entries per planar unit: the page size of the engines that read V4.1 records (spec 4.2)."""
+"""Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
 _MAGIC = b"KVSB"

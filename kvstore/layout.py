@@ -443,7 +443,7 @@ def _layers_by_type(
 
 
 _INDEX_SCALE_RULE = "rceil"
-"""Scale rule of indexer keys. Source: DeepSeek V4 indexer, spec/fp4 section 1.3."""
+"""Scale rule of indexer keys. Source: the indexer of DeepSeek V4; docs/format.md, section 3.3."""
 _PAIR_STATE_BYTES = 4
 """Compressor pair state is FP32: one key-value and one score per channel."""
 _DRAFT_ROW_BYTES = 2
@@ -548,7 +548,7 @@ def _sequence(config: Mapping[str, Any], name: str) -> Sequence[int]:
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Source: config.json of the release as quoted in the specification, section 1.1.
+    # Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash.
     "deepseek-v4.1-flash": {
         "_name_or_path": "deepseek-v4.1-flash",
         "model_type": "deepseek_v41_text",

@@ -46,7 +46,7 @@ Step = Load | Store | Evict | Replay
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Where replay starts and what it may touch, in tokens. Source: specification, section 3.6."""
+    """Where replay starts and what it may touch, in tokens. Source: docs/decisions/0010."""
 
     replay_start: int
     read_floor: int

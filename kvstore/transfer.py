@@ -20,7 +20,7 @@ from kvstore.errors import StoreError
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.010
-"""How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. spec/lmdb 2."""
+"""How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. docs/decisions/0009."""
 BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
 

@@ -53,7 +53,7 @@ def test_v41_costs_exactly_890_bytes_a_token() -> None:
     assert V41.bytes_per_token * 128 == 113_920
 
 
-def test_v41_groups_are_those_of_the_specification() -> None:
+def test_v41_groups_are_those_of_the_release() -> None:
     facts = {
         group.name: (
             group.layers,
@@ -76,7 +76,7 @@ def test_v41_groups_are_those_of_the_specification() -> None:
     }
 
 
-def test_v41_formats_and_scale_rules_are_those_of_the_specification() -> None:
+def test_v41_formats_and_scale_rules_are_those_of_the_release() -> None:
     assert [(g.entry_format, g.scale_rule) for g in V41.global_groups] == [
         ("nvfp4", "v41"),
         ("mxfp4", "rceil"),
@@ -85,7 +85,7 @@ def test_v41_formats_and_scale_rules_are_those_of_the_specification() -> None:
     ]
 
 
-def test_v41_bytes_split_by_owner_and_by_kind_as_the_specification_says() -> None:
+def test_v41_bytes_split_by_owner_and_by_kind_as_in_the_release() -> None:
     share = {group.name: group.bytes_per_token for group in V41.global_groups}
     assert share["main_r2"] + share["index_r2"] == 534
     assert share["main_r1"] + share["index_r1"] == 356

@@ -76,7 +76,7 @@ def test_rows_below_the_hit_never_overwrite_global_entries(window: int) -> None:
 
 
 def test_the_example_of_a_scheduler_holds() -> None:
-    """Prompt 100, block 16, W 32: hit 96, replay from 64. Source: specification, section 3.3."""
+    """Prompt 100, block 16, W 32: hit 96, replay from 64. Source: vLLM's scheduler test of bounded replay."""
     hit = hit_limit(100, 16)
     assert hit == 96
     assert floors(hit, 32, None).replay_start == 64

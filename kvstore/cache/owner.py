@@ -34,11 +34,11 @@ from kvstore.transfer import QueuedBlock, Writer
 logger = logging.getLogger(__name__)
 
 RETRY_EVICTION_BLOCKS = 16
-"""Blocks freed before a commit that found no room is tried once more. spec/lmdb 2."""
+"""Blocks freed before a commit that found no room is tried once more. docs/decisions/0009."""
 FULL_RETRIES = 3
 """Pages freed in a transaction come back two later, so one eviction is not enough on a full disk."""
 WRITE_ERRORS_TO_READ_ONLY = 3
-"""Failed writes in a row after which writing stops. spec/lmdb 2."""
+"""Failed writes in a row after which writing stops. docs/decisions/0009."""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,7 @@ LEASE_SECONDS = 30.0
 """How long a lookup protects what it found. Mooncake's lease is 5 to 10 s; engines keep requests
 queued for longer, and an expired lease costs a shorter hit, never an error."""
 UNMEASURED_READ_BYTES_PER_SECOND = 0.3e9
-"""Assumed until something was read: a cold read of 57 KB blocks by hint. spec/lmdb 1.4."""
+"""Assumed until something was read: a cold read of 57 KB blocks by hint. docs/decisions/0009."""
 
 RequestKey = tuple[BlockHash, str]
 """A request id with the root of the namespace that used it: tenants number requests alike."""

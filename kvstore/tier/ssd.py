@@ -1,7 +1,7 @@
 """The SSD tier: frames in LMDB, one transaction for metadata, payload and age.
 
 It knows keys, records and frames of one size. It knows no index, no policy and no namespace's
-meaning. The design and every figure behind it is spec/lmdb, section 2; docs/format.md, section 5,
+meaning. The design and every figure behind it is docs/decisions/0009; docs/format.md, section 5,
 is normative for what lies on disk.
 
 Reads: the metadata record carries the payload's place in the file as a hint, and the payload comes
@@ -38,20 +38,20 @@ PAGE_BYTES = 4096
 PAGE_HEADER_BYTES = 16
 """What LMDB puts before an overflow value. Source: LMDB 0.9 page header."""
 COMMIT_BYTES = 16 << 20
-"""Largest commit: dirty pages are malloc copies, so a transaction is bounded. spec/lmdb 1.2."""
+"""Largest commit: dirty pages are malloc copies, so a transaction is bounded. docs/decisions/0009."""
 COMMIT_BLOCKS = 64
-"""Blocks per commit; 64 cost 1.14x of raw pwrite and fdatasync. spec/lmdb 1.2."""
+"""Blocks per commit; 64 cost 1.14x of raw pwrite and fdatasync. docs/decisions/0009."""
 QUEUE_BYTES = 256 << 20
 """Most bytes that wait for their commit. An engine that never waits offers a whole prompt at once:
 this is 300,000 tokens of DeepSeek-V4.1, or 11,000 of a small dense model at 23 KB a token."""
 DELETES_PER_COMMIT = 64
-"""Deletes per transaction while evicting; they need free pages themselves. spec/lmdb 1.7."""
+"""Deletes per transaction while evicting; they need free pages themselves. docs/decisions/0009."""
 READ_BATCH = 32
-"""Blocks per read transaction, so that none pins freed pages for long. spec/lmdb 2."""
+"""Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
 MINIMUM_BLOCKS = 8
-"""A store that cannot hold this many blocks is refused: it would only evict. spec/lmdb 2."""
+"""A store that cannot hold this many blocks is refused: it would only evict. docs/decisions/0009."""
 _HIGH, _LOW = 0.92, 0.88
-"""Watermarks as shares of the cap: uniform values fill 97 % without MapFull. spec/lmdb 0.5."""
+"""Watermarks as shares of the cap: uniform values fill 97 % without MapFull. docs/decisions/0009."""
 _SPARE_COMMITS = 3
 """Pages freed in a transaction come back two later: room for that many full commits."""
 _TREE_PAGES_PER_BLOCK = 3
@@ -718,7 +718,7 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
 
 
 def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Environment:
-    """Open LMDB as spec/lmdb, section 2 says: never nosync, never writemap, engine 0.9."""
+    """Open LMDB as docs/decisions/0009 says: never nosync, never writemap, engine 0.9."""
     return lmdb.open(
         str(path),
         # A reader takes the size that the owner wrote into the file, so the two never differ.
