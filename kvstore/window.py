@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
+from kvstore.host import on_host
 from kvstore.layout import Layout
 from kvstore.replay import WindowSnapshot
 
@@ -94,7 +95,7 @@ class WindowPool:
         rows = {}
         for group in self.layout.window_groups:
             skip = (first - snapshot.start) // group.tokens_per_entry
-            source = _on_host(group.name, snapshot.rows[group.name])
+            source = _rows_on_host(group.name, snapshot.rows[group.name])
             rows[group.name] = np.array(source[:, skip:], np.uint8, order="C")
         size = sum(array.nbytes for array in rows.values())
         if size > self._obtainable_bytes():
@@ -201,7 +202,7 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
         msg = f"snapshot.start must be at most {latest} to serve a hit at {stop}, found {start}"
         raise ValueError(msg)
     for name, group in groups.items():
-        array = _on_host(name, snapshot.rows[name])
+        array = _rows_on_host(name, snapshot.rows[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
         if array.dtype != np.uint8 or array.shape != expected:
             msg = (
@@ -211,17 +212,15 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
             raise ValueError(msg)
 
 
-def _on_host(name: str, rows: Any) -> NDArray[Any]:
+def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:
     """Return rows as a host array, also those of a tensor on a device."""
-    if hasattr(rows, "detach"):
-        rows = rows.detach().cpu()
-    try:
-        return np.asarray(rows)
-    except (ValueError, TypeError) as error:
+    found = on_host(rows)
+    if found is None:
         msg = (
             f"snapshot rows of group {name!r}: expected a uint8 array, found {type(rows).__name__}"
         )
-        raise ValueError(msg) from error
+        raise ValueError(msg)
+    return found
 
 
 def copy_of(snapshot: WindowSnapshot) -> WindowSnapshot:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.host import on_host
 from kvstore.layout import Layout
 
 
@@ -75,16 +75,14 @@ def host_entries(
 
 
 def _on_host(name: str, array: Any) -> NDArray[np.uint8]:
-    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
     kind = getattr(array, "dtype", type(array).__name__)
     if str(kind).removeprefix("torch.") != "uint8":
         msg = f"entries of group {name!r}: expected dtype uint8 (view the values as bytes), found {kind}"
         raise ValueError(msg)
-    if torch is not None and isinstance(array, torch.Tensor):
-        array = array.detach().cpu().numpy()
-    if isinstance(array, np.ndarray) and array.ndim and array.strides[-1] != 1:
-        array = np.ascontiguousarray(array)  # frames copy an entry's bytes as one item
-    if not isinstance(array, np.ndarray):
+    found = on_host(array)
+    if found is None:
         msg = f"entries of group {name!r}: expected a numpy array or a torch tensor, found {type(array).__name__}"
         raise ValueError(msg)
-    return array
+    if found.ndim and found.strides[-1] != 1:
+        found = np.ascontiguousarray(found)  # frames copy an entry's bytes as one item
+    return found

@@ -197,7 +197,7 @@ class SsdTier:
         self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
         self._env = env
         self._lock_fd = lock_fd
-        self._file = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self._file = os.open(path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         self._map_base = _map_base(self._file)
         self._scratch = threading.local()
         self._users = 0
