@@ -47,11 +47,6 @@ def nearest_code(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) ->
     return np.where(exceeded % 2 == 0, exceeded, reached)
 
 
-def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return bfloat16 patterns as the floats that they are."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def nvfp4_scale(
     amax: NDArray[np.float32], scale_rule: str, global_scale: np.float32
 ) -> NDArray[np.uint8]:
