@@ -17,18 +17,21 @@ from kvstore.errors import (
 )
 from kvstore.layout import LayerGroup, Layout, Lifetime, layout
 from kvstore.namespace import Namespace, weights_digest
+from kvstore.pages import Pages
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
 
 if TYPE_CHECKING:
     from kvstore import fp4
     from kvstore.assembly import PrefixCache
-    from kvstore.cache import Entries, Match, Pages, Stored
+    from kvstore.cache import Entries, Match, PinnedPages, Stored
+    from kvstore.transfer import Job
 
 __all__ = [
     "CapacityError",
     "ConfigError",
     "Entries",
     "ImageSpan",
+    "Job",
     "KVStoreError",
     "LayerGroup",
     "Layout",
@@ -37,6 +40,7 @@ __all__ = [
     "Match",
     "Namespace",
     "Pages",
+    "PinnedPages",
     "PrefixCache",
     "ReplayHook",
     "ReplayRequest",
@@ -52,7 +56,8 @@ __all__ = [
 _ON_FIRST_USE = {
     "Entries": "kvstore.cache",
     "Match": "kvstore.cache",
-    "Pages": "kvstore.cache",
+    "Job": "kvstore.transfer",
+    "PinnedPages": "kvstore.cache",
     "PrefixCache": "kvstore.assembly",
     "Stored": "kvstore.cache",
 }

@@ -34,7 +34,7 @@ class Metrics:
     present_blocks: int = 0
     """Blocks offered that were already there: the first writer won."""
     dropped_blocks: Counter[str] = field(default_factory=Counter)
-    """By reason: queue_full, no_parent, no_room, write_error, reader, closed."""
+    """By reason: queue_full, no_parent, no_room, not_written, write_error, reader, closed."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By what failed: header, identity, tokens, checksum, missing, io."""
     evicted_blocks: Counter[str] = field(default_factory=Counter)

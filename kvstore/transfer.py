@@ -1,7 +1,7 @@
-"""Doing what was decided: one writer thread with a bounded queue, and reads into place.
+"""Doing what was decided: one writer thread with a bounded queue, and jobs in the background.
 
-Nothing here chooses a block. What a batch evicts, and what becomes visible when, is the business
-of the callback that the cache hands over.
+Nothing here chooses a block. What a batch evicts, what becomes visible when, and what a job copies,
+is the business of the callback that the cache hands over.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvstore.block import BlockKey
 from kvstore.errors import StoreError
@@ -23,6 +23,9 @@ LINGER_SECONDS = 0.010
 """How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. docs/decisions/0009."""
 BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
+QUEUED_JOBS = 256
+"""Most jobs that wait for a thread. One holds references and no copies; vLLM runs at most 256
+requests at a time by default, so one of each fits."""
 
 
 T = TypeVar("T")
@@ -170,3 +173,138 @@ class Writer(Generic[T]):
             with self._changed:
                 self._queued -= len(work)
                 self._changed.notify_all()
+
+
+Part = tuple[str, int]
+"""A group and one of its layers."""
+
+
+class Job:
+    """Work on a caller's memory that goes on in the background.
+
+    Results are final once ``done``. Whatever goes wrong shortens them; nothing is raised here.
+
+    Threads: any thread may ask, wait and cancel.
+    """
+
+    def __init__(self, parts: Collection[Part] = ()) -> None:
+        """``parts`` are the groups and layers that ``wait_group`` may ask for."""
+        self._changed = threading.Condition()
+        self._parts = frozenset(parts)
+        self._ready: set[Part] = set()
+        self._is_done = False
+        self.is_cancelled = False
+        self.loaded_tokens = 0
+        """Tokens ``[0, loaded_tokens)`` are where the caller wanted them, from its ``start`` on."""
+        self.failed_blocks: tuple[int, ...] = ()
+        """Numbers of the blocks that were wanted and are not there."""
+        self.stored: Any = None
+        """The ``Stored`` of a save; None for a load, and for a save that never ran."""
+        self.error: BaseException | None = None
+        """What the work let through: a bug, not a disk. It is logged."""
+
+    @property
+    def done(self) -> bool:
+        """Say whether nothing touches the caller's memory any more."""
+        return self._is_done
+
+    def wait(self, timeout: float = BARRIER_SECONDS) -> bool:
+        """Wait at most ``timeout`` seconds; say whether the job is done."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_done, timeout)
+
+    def wait_group(self, group: str, layer: int, timeout: float = BARRIER_SECONDS) -> bool:
+        """Wait until one layer's entries of everything wanted are in place; say whether they are.
+
+        False if the job was cancelled, fell short, or takes longer than ``timeout`` seconds.
+
+        Raises:
+            ValueError: for a layer that the job does not load.
+        """
+        part = (group, layer)
+        if part not in self._parts:
+            msg = f"this job loads no layer {layer} of group {group!r}, expected one of {sorted(self._parts)}"
+            raise ValueError(msg)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or part in self._ready, timeout)
+            return part in self._ready
+
+    def cancel(self) -> None:
+        """Stop as soon as possible; return after the last copy that touches the caller's memory.
+
+        Raises:
+            StoreError: if that takes longer than the deadline; then the memory is still in use.
+        """
+        self.is_cancelled = True
+        if not self.wait():
+            msg = f"a job did not stop within {BARRIER_SECONDS:.0f} s; is the disk or the device stalled?"
+            raise StoreError(msg)
+
+    def mark_ready(self, group: str, layer: int) -> None:
+        """Note that one layer is in place. For the work itself."""
+        with self._changed:
+            self._ready.add((group, layer))
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Note that the work has ended. For whoever runs it."""
+        with self._changed:
+            self._is_done = True
+            self._changed.notify_all()
+
+
+class JobThread:
+    """One thread that runs jobs in the order they came, with a bounded queue."""
+
+    def __init__(self, name: str) -> None:
+        self._work: deque[tuple[Job, Callable[[Job], None]]] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, work: Callable[[Job], None]) -> bool:
+        """Queue ``work(job)``; say whether it was taken. It must not raise for what a medium can do."""
+        with self._changed:
+            if self._is_closing or len(self._work) >= QUEUED_JOBS:
+                return False
+            self._work.append((job, work))
+            self._changed.notify_all()
+            return True
+
+    def close(self) -> None:
+        """Run what waits, then stop the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(BARRIER_SECONDS)
+
+    def drain(self) -> None:
+        """Return when every job queued before is done.
+
+        Raises:
+            StoreError: if that takes longer than the deadline.
+        """
+        mark = Job()
+        with self._changed:
+            if self._is_closing:
+                return
+            self._work.append((mark, lambda _: None))
+            self._changed.notify_all()
+        if not mark.wait():
+            msg = f"jobs did not finish within {BARRIER_SECONDS:.0f} s; is the disk or the device stalled?"
+            raise StoreError(msg)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._work or self._is_closing)
+                if not self._work:
+                    return
+                job, work = self._work.popleft()
+            try:
+                work(job)
+            except BaseException as error:  # the thread must live: recorded, and told by the job
+                job.error = error
+                logger.exception("a background job failed")
+            job.finish()

@@ -11,6 +11,7 @@ _WHY = {
     "closed": "the store is being closed",
     "no_parent": "the blocks before them are not stored",
     "no_room": "all else in the tier is in use, pinned, or an ancestor of theirs",
+    "not_written": "the engine did not finish writing its pages in time",
     "queue_full": "the queue was full",
     "reader": "this process only reads the store",
     "write_error": "the disk failed",

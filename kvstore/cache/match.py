@@ -15,6 +15,7 @@ from kvstore.block import BlockHash
 from kvstore.cache.prefix import Prefix
 from kvstore.index import Segment
 from kvstore.layout import Layout
+from kvstore.pages import Pages
 from kvstore.replay import WindowSnapshot
 
 
@@ -28,6 +29,8 @@ class Hold:
     expires: float = 0.0
     request: tuple[BlockHash, str] | None = None
     """The namespace and request id that stand for it as long as it lasts."""
+    private_pages: list[int] = field(default_factory=list)
+    """Device pages that nobody else knows of."""
     is_released: bool = False
 
 
@@ -89,7 +92,7 @@ class Match:
         """Whether a hit without its window is of no use, because the engine cannot replay."""
         self.entered = 0
         """How often it was entered and not left again."""
-        self.pages: Pages | None = None
+        self.pages: PinnedPages | None = None
         """What ``load`` made of it."""
 
     @property
@@ -167,11 +170,11 @@ class Match:
         )
 
 
-class Pages:
-    """A page table: which device page holds each block of a prefix.
+class PinnedPages(Pages):
+    """Pages of the device tier, with a pin of their own.
 
-    It carries a pin of its own: pages stay until ``release``, however long, also after the match
-    that they were loaded for has been left.
+    They stay until ``release``, however long, also after the match that they were loaded for has
+    been left. Those that ``device.allocate`` gave are private until they are published.
     """
 
     def __init__(
@@ -182,28 +185,23 @@ class Pages:
         page_ids: Any,
         tokens: int,
         tensors: Mapping[str, Any],
-        layout_tag: str,
     ) -> None:
+        super().__init__(tensors, page_ids)
         self._keeper = keeper
-        self.page_ids = page_ids
-        """int64 torch tensor ``[blocks]``: the page of each block."""
         self.tokens = tokens
-        """Leading tokens in the pages."""
-        self.tensors = tensors
-        """Page tensors by group: uint8 ``[pages, layers, entries of a block, entry_bytes]``."""
-        self.layout_tag = layout_tag
-        self._hold = hold
+        """Leading tokens in the pages; those that they have room for, if they are private."""
+        self.hold = hold
 
     @property
     def is_released(self) -> bool:
         """Say whether the pin was dropped, so that the pages may hold anything."""
-        return self._hold.is_released
+        return self.hold.is_released
 
     def release(self) -> None:
-        """Drop the pin. Idempotent."""
-        self._keeper.release(self._hold)
+        """Drop the pin; private pages are free again. Idempotent."""
+        self._keeper.release(self.hold)
 
-    def __enter__(self) -> Pages:
+    def __enter__(self) -> PinnedPages:
         return self
 
     def __exit__(

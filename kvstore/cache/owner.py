@@ -143,6 +143,13 @@ class OwnedSsd:
         """Blocks that wait for their commit."""
         return self._writer.queued_blocks
 
+    def known_blocks(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are stored or queued."""
+        known = self.index.match(prefix.path).depth
+        while known < len(prefix.hashes) and prefix.key(known) in self._pending:
+            known += 1
+        return known
+
     def note_use(self, key: BlockKey, tick: int) -> None:
         """Remember that a request used everything up to ``key``, for the next commit."""
         self._uses[key] = tick
@@ -177,7 +184,7 @@ class OwnedSsd:
         first, stop = start // size, len(prefix.hashes)
         expires = NEVER if ttl is None else self._context.wall_clock() + ttl
         with self._context.lock:
-            known = self._known_blocks(prefix)
+            known = self.known_blocks(prefix)
             decided = plan.stores(first, stop, known)
             self._context.metrics.present_blocks += decided.present
             amends = self._renew(prefix, min(known, stop), expires, is_pinned=is_pinned)
@@ -236,13 +243,6 @@ class OwnedSsd:
                 del self.namespaces[number], self._namespace_ids[name]
             raise
         return number
-
-    def _known_blocks(self, prefix: Prefix) -> int:
-        """Return how many leading blocks are stored or queued."""
-        known = self.index.match(prefix.path).depth
-        while known < len(prefix.hashes) and prefix.key(known) in self._pending:
-            known += 1
-        return known
 
     def _renew(
         self, prefix: Prefix, blocks: int, expires: float, *, is_pinned: bool

@@ -12,6 +12,7 @@ from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
 from kvstore.cache.match import Hold
 from kvstore.cache.prefix import Prefix
+from kvstore.errors import CapacityError
 from kvstore.index import GONE, NEVER, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 
@@ -120,17 +121,61 @@ class DevicePages:
         if pages and self.index.expiring:  # a parent lives as long as what hangs on it
             self.index.renew(segment, expires)
 
+    def allocate(self, count: int) -> Hold:
+        """Take pages that nobody else knows of. Raises ``CapacityError`` if too few can be had."""
+        with self._context.lock:
+            pages = self._take_pages(count)
+            if len(pages) < count:
+                self.tier.free(pages)
+                msg = (
+                    f"{count} device pages asked for, {len(pages)} of {self.tier.page_count} are free or "
+                    "unpinned; release pages or raise device_bytes"
+                )
+                raise CapacityError(msg)
+            return Hold(expires=NEVER, private_pages=pages)
+
+    def publish(self, prefix: Prefix, first: int, pages: list[int], hold: Hold) -> int:
+        """Let others find private pages that now hold blocks ``[first, ...)`` of ``prefix``.
+
+        Pages of blocks that are in the tier already stay private. Returns the block up to which the
+        tier now holds the prefix; 0 if what lies before ``first`` is not in it.
+        """
+        with self._context.lock:
+            if hold.is_released:
+                msg = "these pages were released; allocate new ones"
+                raise ValueError(msg)
+            stop = first + len(pages)
+            present = self.index.match(prefix.path[: stop * KEY_BYTES]).depth
+            if present < first:
+                return 0
+            shared = [page for page in pages[present - first :] if page in hold.private_pages]
+            if len(shared) < len(pages) - (present - first):
+                msg = "some of these pages are published already, and hold other blocks"
+                raise ValueError(msg)
+            hold.private_pages = [page for page in hold.private_pages if page not in shared]
+            self._adopt(prefix, stop - len(shared), shared, NEVER)
+            self._hold(prefix, stop, hold)
+            return stop
+
     def read(
-        self, prefix: Prefix, first: int, stop: int, entries: Mapping[str, NDArray[np.uint8]]
+        self,
+        prefix: Prefix,
+        first: int,
+        stop: int,
+        entries: Mapping[str, NDArray[np.uint8]],
+        offset: int,
     ) -> int:
-        """Copy blocks ``[first, stop)`` to host entries; return where that ended."""
+        """Copy blocks ``[first, stop)`` to host entries that start at block ``offset``.
+
+        Returns where that ended.
+        """
         hold = Hold(expires=NEVER)
         with self._context.lock:  # a match that was never entered, or was left, holds nothing
             have = self._hold(prefix, stop, hold)
             pages = [self._page_of[prefix.key(number)] for number in range(first, have)]
         try:
             for number, page in enumerate(pages, first):
-                self.tier.read(page, entries, number)
+                self.tier.read(page, entries, number - offset)
         finally:
             with self._context.lock:
                 self._release(hold)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ class Prefix:
     def __post_init__(self) -> None:
         """Cut the hashes down to keys, once."""
         object.__setattr__(self, "path", b"".join([h[:KEY_BYTES] for h in self.hashes]))
+
+    def cut(self, blocks: int) -> Prefix:
+        """Return the first ``blocks`` blocks of it, and no token behind them."""
+        tokens = self.tokens[: blocks * self.block_tokens]
+        if len(tokens) == len(self.tokens):
+            return self
+        return replace(self, tokens=tokens, hashes=self.hashes[:blocks])
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""

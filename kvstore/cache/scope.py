@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,23 @@ from numpy.typing import NDArray
 from kvstore import plan
 from kvstore.block import ImageSpan
 from kvstore.cache.entries import Entries, Stored, host_entries
-from kvstore.cache.match import Match, Pages
+from kvstore.cache.jobs import Event, Load, Save, await_event
+from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
+from kvstore.errors import StoreError
 from kvstore.hash import as_tokens, block_hashes, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
+from kvstore.pages import Pages
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.transfer import Job
 from kvstore.window import check_snapshot, copy_of
 
 if TYPE_CHECKING:
     import torch
+
+    from kvstore.tier.paged import PagedEntries
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids: any sequence of integers, or a one-dimensional integer array."""
@@ -127,20 +133,9 @@ class Scope:
         Cost: one copy and one checksum of what is new, in the caller's thread.
         """
         ids = as_tokens(tokens)
-        given: object = start
-        is_number = isinstance(given, Integral) and not isinstance(given, bool)
-        if not is_number or not 0 <= start <= len(ids) or start % self.block_tokens:
-            msg = (
-                f"start must be a block boundary (a multiple of {self.block_tokens}) "
-                f"within {len(ids)} tokens, found {start!r}"
-            )
-            raise ValueError(msg)
-        start = int(start)  # a narrow NumPy integer would overflow
+        start = _place(start, "start", self.block_tokens, len(ids))
         wait = _seconds(wait, "wait")
-        ttl = None if ttl is None else _seconds(ttl, "ttl")
-        if ttl is not None and ttl <= 0:
-            msg = f"ttl must be positive seconds or None, found {ttl}"
-            raise ValueError(msg)
+        ttl = _ttl(ttl)
         arrays = host_entries(self.layout, entries, start, len(ids))
         prefix = self._prefix(ids, images)
         return self._shared.store(
@@ -194,13 +189,130 @@ class Scope:
         self._shared.guard()
         return self._shared.read(match)
 
-    def load(self, match: Match) -> Pages:
-        """Promote a match into device pages and return its page table.
+    @overload
+    def load(self, match: Match) -> PinnedPages: ...
 
-        What does not fit between pinned pages, or is bad, shortens the result and the match.
+    @overload
+    def load(self, match: Match, into: Pages, start: int = 0) -> Job: ...
+
+    def load(self, match: Match, into: Pages | None = None, start: int = 0) -> PinnedPages | Job:
+        """Bring a match to where attention reads it.
+
+        Without ``into``, promote it into pages of the device tier and return its page table; what
+        does not fit between pinned pages, or is bad, shortens the result and the match.
+
+        With ``into``, copy entries of tokens ``[start, hit)`` into the engine's own pages in the
+        background and return the job. What lies below ``start`` is left alone: it may be another
+        request's. The job has a pin of its own, so the match need not stay entered, and it never
+        touches the match: ``job.loaded_tokens`` and ``job.failed_blocks`` tell what was bad.
+
+        Raises:
+            ValueError: if ``into`` does not fit the layout or lacks pages of the hit, or ``start``
+                is not a multiple of the layout's alignment within the hit.
         """
         self._shared.guard()
-        return self._shared.load(match)
+        if into is None:
+            return self._shared.load(match)
+        start = _place(start, "start of a load", self.layout.alignment, match.hit_tokens)
+        target = self._paged(into, start, match.hit_tokens)
+        load = Load(
+            prefix=match.prefix,
+            resident=match.resident_blocks,
+            target=target,
+            start=start,
+            stop=match.hit_tokens,
+            hold=self._shared.hold_blocks(match),
+        )
+        return self._shared.jobs.load(load)
+
+    def save(
+        self,
+        tokens: Tokens,
+        pages: Pages,
+        start: int = 0,
+        stop: int | None = None,
+        after: Event | None = None,
+        *,
+        wait: float = 1.0,
+        ttl: float | None = None,
+        pin: bool = False,
+        images: Sequence[ImageSpan] = (),
+    ) -> Job:
+        """Keep the entries of tokens ``[start, stop)`` out of the engine's own pages, in the background.
+
+        As ``store``, with ``job.stored`` for its result. ``tokens`` must all be accepted: nothing of
+        a draft. ``after`` is a ``threading.Event`` or a device's event, and nothing is read or
+        published before it happened. The pages must stay as they are until ``job.done``.
+
+        Units:
+            ``wait`` is the most seconds that the background waits for room in the queue.
+
+        Raises:
+            ValueError: if ``start`` is no block boundary, or ``pages`` do not fit the layout.
+
+        Cost: one SHA-256 per block in the caller's thread; no copy of what is stored already.
+        """
+        ids = as_tokens(tokens)
+        end = _place(len(ids) if stop is None else stop, "stop", 1, len(ids))
+        start = _place(start, "start", self.block_tokens, end)
+        wait = _seconds(wait, "wait")
+        ttl = _ttl(ttl)
+        prefix = self._prefix(ids, images).cut(end // self.block_tokens)
+        save = Save(
+            prefix=prefix,
+            namespace=asdict(self.namespace),
+            source=self._paged(pages, start, len(prefix.tokens)),
+            start=start,
+            after=after,
+            wait=wait,
+            ttl=ttl,
+            is_pinned=pin,
+        )
+        return self._shared.jobs.save(save)
+
+    def _paged(self, pages: Pages, start: int, stop: int) -> PagedEntries:
+        from kvstore.tier.paged import PagedEntries  # imports torch: only who has pages pays for it
+
+        paged = PagedEntries(self.layout, pages, stop)
+        paged.check(start, stop)
+        return paged
+
+    def publish(
+        self,
+        tokens: Tokens,
+        pages: PinnedPages,
+        upto: int | None = None,
+        after: Event | None = None,
+        *,
+        start: int = 0,
+        images: Sequence[ImageSpan] = (),
+    ) -> int:
+        """Let others find device pages that the engine has filled in place, without a copy.
+
+        ``pages`` came from ``device.allocate`` and hold tokens ``[start, ...)``; the whole blocks of
+        ``[start, upto)`` are shared, all of them accepted. Waits for ``after`` first. They stay
+        pinned until ``pages.release()``. Nothing is written to SSD: ``save`` does that.
+
+        Returns the token up to which the device tier now holds this prefix; 0 if what lies before
+        ``start`` is not in it, and then the pages stay private.
+
+        Raises:
+            ValueError: if ``start`` is no block boundary, or the pages were released or hold less.
+            StoreError: if ``after`` did not happen in time.
+        """
+        ids = as_tokens(tokens)
+        end = _place(len(ids) if upto is None else upto, "upto", 1, len(ids))
+        start = _place(start, "start", self.block_tokens, end)
+        prefix = self._prefix(ids, images).cut(end // self.block_tokens)
+        if len(prefix.tokens) - start > pages.tokens:
+            msg = f"pages hold {pages.tokens} tokens, expected {len(prefix.tokens) - start}"
+            raise ValueError(msg)
+        if not await_event(after):
+            msg = (
+                "the event that these pages wait for did not happen in time; nothing was published"
+            )
+            raise StoreError(msg)
+        return self._shared.publish(prefix, start, pages)
 
     @property
     def device(self) -> Device:
@@ -358,7 +470,7 @@ class Device:
 
     def gather(
         self,
-        pages: Pages,
+        pages: PinnedPages,
         group: str,
         layer: int,
         entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
@@ -384,6 +496,19 @@ class Device:
             raise ValueError(msg)
         return self._shared.device.gather(pages.page_ids, known[group], layer, entry_indices, dtype)
 
+    def allocate(self, count: int) -> PinnedPages:
+        """Take ``count`` private pages that the engine fills in place; ``publish`` shares them.
+
+        Raises:
+            CapacityError: if there are fewer that are free or that nobody pins.
+            ValueError: if ``count`` is no positive integer.
+        """
+        given: object = count
+        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+            msg = f"count must be a positive integer, found {count!r}"
+            raise ValueError(msg)
+        return self._shared.allocate(int(count))
+
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Page tensors by group: uint8 ``[pages, layers, entries of a block, entry_bytes]``."""
@@ -398,6 +523,29 @@ class Device:
     def free_pages(self) -> int:
         """How many hold nothing."""
         return self._shared.device.free_pages
+
+
+def _place(value: object, name: str, unit: int, limit: int) -> int:
+    """Return a token position as an int. Raises ``ValueError`` if it is none, or not on a boundary."""
+    is_number = isinstance(value, Integral) and not isinstance(value, bool)
+    place = int(value) if is_number else -1  # type: ignore[call-overload]  # narrow ones overflow
+    if not 0 <= place <= limit or place % unit:
+        what = (
+            f"a block boundary (a multiple of {unit})"
+            if name == "start"
+            else f"a multiple of {unit}"
+        )
+        msg = f"{name} must be {what} within {limit} tokens, found {value!r}"
+        raise ValueError(msg)
+    return place
+
+
+def _ttl(value: float | None) -> float | None:
+    ttl = None if value is None else _seconds(value, "ttl")
+    if ttl is not None and ttl <= 0:
+        msg = f"ttl must be positive seconds or None, found {ttl}"
+        raise ValueError(msg)
+    return ttl
 
 
 def _seconds(value: object, name: str) -> float:

@@ -15,7 +15,8 @@ from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
 from kvstore.cache.context import Context
 from kvstore.cache.entries import Entries, Stored
-from kvstore.cache.match import Hold, Match, Pages
+from kvstore.cache.jobs import Jobs
+from kvstore.cache.match import Hold, Match, PinnedPages
 from kvstore.cache.owner import OwnedSsd, namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.prefix import Prefix
@@ -73,6 +74,7 @@ class SharedTiers:
         self._by_request: dict[RequestKey, Match] = {}
         self._pid = os.getpid()
         self._is_closed = False
+        self.jobs = Jobs(self)
         if ssd.is_owner:
             self.owned = OwnedSsd(self.context, ssd, frame_format, self._give_up_leases)
 
@@ -315,6 +317,8 @@ class SharedTiers:
                 index.unpin(segment)
             if hold.snapshot is not None:
                 self.window.unpin(hold.snapshot)
+            if hold.private_pages:
+                self._device_pages().tier.free(hold.private_pages)
 
     def _give_up_leases(self) -> None:
         """Give up leases whose time is over; one that became a pin is its match's to release."""
@@ -352,16 +356,18 @@ class SharedTiers:
             prefix, namespace, entries, start, wait=wait, ttl=ttl, is_pinned=is_pinned
         )
 
+    def known_blocks(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are stored or queued; none in a reader, which stores none."""
+        if self.owned is None:
+            return 0
+        with self.context.lock:
+            return self.owned.known_blocks(prefix)
+
     def read(self, match: Match) -> Entries:
         """Copy a match's entries to host arrays, verified; a bad block shortens the result."""
         hit = match.hit_tokens // self.block_tokens
         entries = self.format.empty(hit)
-        done = 0
-        nearest = {"ssd": match.resident_blocks.get("ssd", 0)}  # to the host, not to the device
-        for step in plan.loads(hit, nearest | match.resident_blocks):
-            done = self._read_step(match.prefix, step, entries)
-            if done < step.stop:
-                break
+        done = self.read_blocks(match.prefix, match.resident_blocks, 0, hit, entries)
         if done < hit:
             match.shrink(done * self.block_tokens)
             done = min(done, match.hit_tokens // self.block_tokens)  # less if a window is needed
@@ -369,15 +375,36 @@ class SharedTiers:
                 entries[name] = array[:, : done * self.format.entries[name]]
         return Entries(entries, done * self.block_tokens)
 
-    def _read_step(
-        self, prefix: Prefix, step: plan.Load, entries: Mapping[str, NDArray[np.uint8]]
+    def read_blocks(
+        self,
+        prefix: Prefix,
+        resident: Mapping[str, int],
+        first: int,
+        stop: int,
+        entries: Mapping[str, NDArray[np.uint8]],
     ) -> int:
+        """Copy verified blocks ``[first, stop)`` to host entries; return where that ended."""
+        done = first
+        nearest = {"ssd": resident.get("ssd", 0)}  # to the host, not to the device
+        for step in plan.loads(stop, nearest | dict(resident)):
+            if step.stop <= first:
+                continue
+            done = self._read_step(prefix, step, first, entries)
+            if done < step.stop:
+                break
+        return done
+
+    def _read_step(
+        self, prefix: Prefix, step: plan.Load, first: int, entries: Mapping[str, NDArray[np.uint8]]
+    ) -> int:
+        """Do what of ``step`` lies behind block ``first``, where ``entries`` start."""
+        start = max(step.start, first)
         if step.tier == "device":
             assert self.pages is not None
-            return self.pages.read(prefix, step.start, step.stop, entries)
-        scatter = self.format.scatter
+            return self.pages.read(prefix, start, step.stop, entries, first)
+        scatter, at = self.format.scatter, start - first
         return self._fetch(
-            prefix, step.start, step.stop, lambda i, frame: scatter(frame, entries, step.start + i)
+            prefix, start, step.stop, lambda i, frame: scatter(frame, entries, at + i)
         )
 
     def _fetch(
@@ -421,7 +448,33 @@ class SharedTiers:
                 self.pages = DevicePages(self.context, self._open_device())
             return self.pages
 
-    def load(self, match: Match) -> Pages:
+    def hold_blocks(self, match: Match) -> Hold:
+        """Pin what a match found, apart from its own lease or pin."""
+        with self.context.lock:
+            hold = self._take_hold(match.prefix, match.hit_tokens // self.block_tokens)
+            hold.expires = NEVER
+            return hold
+
+    def allocate(self, count: int) -> PinnedPages:
+        """Take private device pages."""
+        pages = self._device_pages()
+        hold = pages.allocate(count)
+        return PinnedPages(
+            self,
+            hold,
+            page_ids=pages.tier.page_table(hold.private_pages),
+            tokens=count * self.block_tokens,
+            tensors=pages.tier.tensors,
+        )
+
+    def publish(self, prefix: Prefix, start: int, pages: PinnedPages) -> int:
+        """Share private pages that hold tokens ``[start, ...)``; return up to which token."""
+        count = len(prefix.hashes) - start // self.block_tokens
+        ids: list[int] = pages.page_ids[:count].tolist()
+        end = self._device_pages().publish(prefix, start // self.block_tokens, ids, pages.hold)
+        return end * self.block_tokens
+
+    def load(self, match: Match) -> PinnedPages:
         """Promote a match into device pages; what does not fit or is bad shortens the result."""
         pages = self._device_pages()
         hit = match.hit_tokens // self.block_tokens
@@ -429,13 +482,12 @@ class SharedTiers:
         match.shrink(len(table) * self.block_tokens)
         tokens = min(len(table) * self.block_tokens, match.hit_tokens)  # less if a window is needed
         table = table[: tokens // self.block_tokens]
-        match.pages = Pages(
+        match.pages = PinnedPages(
             self,
             hold,
             page_ids=pages.tier.page_table(table),
             tokens=tokens,
             tensors=pages.tier.tensors,
-            layout_tag=pages.tier.layout_tag,
         )
         return match.pages
 
@@ -493,6 +545,7 @@ class SharedTiers:
 
     def flush(self) -> None:
         """Return when every block accepted before survives power loss."""
+        self.jobs.drain()
         if self.owned is not None:
             self.owned.flush()
 
@@ -502,6 +555,7 @@ class SharedTiers:
             return
         self._is_closed = True
         try:
+            self.jobs.close()
             if self.owned is not None:
                 self.owned.close()
         finally:

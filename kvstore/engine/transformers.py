@@ -29,11 +29,11 @@ from transformers.cache_utils import DynamicLayer
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.codec import codec_for
 from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
+from kvstore.tier.paged import RAW_DTYPES, decode_rows, encode_rows
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 WindowSource = Literal["pool", "replay", "none"]
@@ -44,8 +44,6 @@ KEYS, VALUES = "k", "v"
 """Names of the GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
 """Names of its WINDOW groups: sliding layers, if there are any."""
-RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Formats whose entries are plain numbers: exact if they are the model's own, else one rounding."""
 
 
 def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> Layout:
@@ -289,17 +287,13 @@ class TransformersAdapter:
             if raw is not None:
                 target.view(raw).view(rows.shape).copy_(rows)
             else:
-                target.copy_(codec_for(group).encode(rows.reshape(stop - start, -1).contiguous()))
+                target.copy_(encode_rows(group, rows.reshape(stop - start, -1).contiguous()))
         return packed
 
     def _unpack(self, group: LayerGroup, packed: NDArray[np.uint8]) -> torch.Tensor:
         """Return ``[1, kv_heads, tokens, head_dim]`` in the model's dtype, on its device."""
         rows = torch.from_numpy(packed if packed.flags.writeable else packed.copy())
-        raw = RAW_DTYPES.get(group.entry_format)
-        if raw is not None:
-            numbers = rows.view(raw).to(self._dtype)
-        else:
-            numbers = codec_for(group).decode(rows, self._dtype)
+        numbers = decode_rows(group, rows, self._dtype)
         head_dim = group.values // self._kv_heads
         heads = numbers.view(len(packed), self._kv_heads, head_dim).transpose(0, 1)
         return heads[None].to(self._model.device)

@@ -311,7 +311,7 @@ class ReferenceEngine:
             self.config, self.layout, tokens, floors=floors, prompt=prompt, dtype=self.dtype
         )
 
-    def _reader(self, pages: kvstore.Pages) -> PageReader:
+    def _reader(self, pages: kvstore.PinnedPages) -> PageReader:
         """Return what reads entries out of ``pages``. Binary32 holds every FP4 value exactly."""
         cache = self.cache
         assert cache is not None

@@ -18,9 +18,6 @@ from kvstore.errors import CapacityError, ConfigError
 from kvstore.frame import FrameFormat
 from kvstore.layout import LayerGroup
 
-LAYOUT_TAG = "entries"
-"""Pages hold entries as the API does: ``[layer, entry, byte]``, values then scales in an entry."""
-
 
 class DeviceTier:
     """Pages of one layout on one device.
@@ -35,7 +32,6 @@ class DeviceTier:
     """
 
     name = "device"
-    layout_tag = LAYOUT_TAG
 
     def __init__(self, frame_format: FrameFormat, capacity_bytes: int, device: str) -> None:
         """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore import ConfigError, Layout, Pages
+from kvstore import ConfigError, Layout, PinnedPages
 from kvstore.codec import codec_for
 from kvstore.frame import FrameFormat
 from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, owned, paged, tokens_of
@@ -116,7 +116,7 @@ def test_pages_are_shared_and_stay_until_released(tmp_path: Path) -> None:
 
 
 def check_pages(
-    tensors: object, pages: Pages, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    tensors: object, pages: PinnedPages, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
 ) -> None:
     assert isinstance(tensors, dict)
     expected = entries_of(DENSE, tokens[: pages.tokens])
