@@ -137,12 +137,32 @@ def window_boundaries(
     return tuple(stop for stop in candidates if stop > before)
 
 
-def window_span(stop: int, window_tokens: int, floor: int = 0) -> tuple[int, int]:
-    """Return the rows that a window ending at ``stop`` needs, without those below ``floor``.
+@dataclass(frozen=True, slots=True)
+class WindowPages:
+    """The pages of a window that ends at a block boundary.
 
-    A query reads W tokens, its own included: W - 1 rows lie below it.
+    ``[start, stop)`` are whole pages of every group; ``first`` is the first token whose row is needed.
+    A query reads W tokens, its own included, so W - 1 rows below ``stop``.
     """
-    return max(0, floor, stop - (window_tokens - 1)), stop
+
+    start: int
+    stop: int
+    first: int
+
+    @classmethod
+    def of(cls, stop: int, window_tokens: int, page_tokens: Collection[int]) -> WindowPages:
+        """Return the pages of the window that ends at ``stop``, a multiple of all ``page_tokens``."""
+        first = max(0, stop - (window_tokens - 1))
+        unit = math.lcm(*page_tokens)
+        return cls(first // unit * unit, stop, first)
+
+    def needed(self, page_tokens: int, floor: int = 0) -> tuple[int, int]:
+        """Return the numbers ``[first, stop)`` of the pages that hold needed rows from ``floor`` on.
+
+        Pages below ``floor`` are left out: an engine shares them with other requests. An engine may
+        have given away those before the first needed one.
+        """
+        return max(self.first, floor) // page_tokens, self.stop // page_tokens
 
 
 def pages_of(page_ids: Sequence[int], page_tokens: int, start: int, stop: int) -> list[int]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+import vllm
+from vllm.platforms import current_platform
 
 import kvstore
 from kvstore.errors import ConfigError
@@ -76,12 +81,34 @@ def check_supported(config: Any) -> None:
             raise ConfigError(msg)
 
 
-def base_namespace(config: Any, tenant: str) -> kvstore.Namespace:
+def block_format(layout_name: str | None) -> list[str]:
+    """Return what decides the order of bytes inside a block of vLLM's KV cache.
+
+    ``layout_name`` is the KV cache layout that the engine has chosen.
+    """
+    kind = current_platform.device_type
+    if kind == "cpu":
+        machine = [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_vector_flags()]
+    else:
+        machine = [str(current_platform.get_device_capability())]
+    return [vllm.__version__, str(layout_name), kind, *machine]
+
+
+def _vector_flags() -> list[str]:
+    """Return the wide vector units of this CPU: vLLM packs keys for them."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return []
+    return sorted(word for word in words if word.startswith(("amx", "avx512")))
+
+
+def base_namespace(config: Any, tenant: str, layout_name: str | None) -> kvstore.Namespace:
     """Return the namespace of requests without salt and adapter.
 
     What decides KV besides weights and tokens is part of ``model``: the config with its overrides,
-    the dtype of computation, quantization on loading. The served name, the folder and the tokenizer
-    are not: vLLM hands over token ids, in which the tokenizer's work is done.
+    the dtype of computation, quantization on loading, the format of blocks. The served name, the
+    folder and the tokenizer are not: vLLM hands over token ids, in which the tokenizer's work is done.
 
     Raises:
         ConfigError: if the weights cannot be identified.
@@ -91,7 +118,13 @@ def base_namespace(config: Any, tenant: str) -> kvstore.Namespace:
     for name in ("_name_or_path", "transformers_version"):
         described.pop(name, None)
     text = json.dumps(
-        [described, str(model.dtype), str(model.quantization), str(config.cache_config.cache_dtype)],
+        [
+            described,
+            str(model.dtype),
+            str(model.quantization),
+            str(config.cache_config.cache_dtype),
+            block_format(layout_name),
+        ],
         sort_keys=True,
         default=str,
     )

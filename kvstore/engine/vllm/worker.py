@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.engine.paged import pages_of, window_span
+from kvstore.engine.paged import WindowPages, pages_of
 from kvstore.engine.vllm.faults import Faults
-from kvstore.engine.vllm.groups import EngineLayout, PagedTensors, paged_tensors
+from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
 from kvstore.engine.vllm.messages import StepPlan, StoreStats, WorkerReport, Work
 from kvstore.engine.vllm.options import updated
 from kvstore.errors import StoreError
@@ -67,7 +67,8 @@ class WorkerSide:
         self._rank = rank
         self._writes = writes
         self._clock = clock
-        self._tensors: tuple[PagedTensors, ...] = ()
+        self._pages: dict[str, list[torch.Tensor]] = {}
+        """vLLM's blocks of each layer, by group of the layout."""
         self._saves: dict[str, list[_Underway]] = {}
         self._loads: dict[str, _Underway] = {}
         self._awaited: set[str] = set()
@@ -85,7 +86,7 @@ class WorkerSide:
         Raises:
             LayoutMismatch: if they are not what the KV cache config announced.
         """
-        self._tensors = tuple(paged_tensors(layers, caches) for layers in self._engine.layers)
+        self._pages = {part.name: page_views(part, caches) for part in self._engine.layers}
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class WorkerSide:
                 if match.hit_tokens != work.stop or not match.window_hit:
                     return None
                 window = scope.window(match)
-            job = scope.load(match, into=self._pages(work), start=work.start)
+            job = scope.load(match, into=self._blocks_of(work), start=work.start)
         return _Underway(work, job, self._clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
@@ -159,7 +160,7 @@ class WorkerSide:
                 event = event or self._after_step()
                 job = self._store.scope(work.namespace).save(
                     work.tokens,
-                    self._pages(work),
+                    self._blocks_of(work),
                     work.start,
                     work.stop,
                     event,
@@ -260,71 +261,59 @@ class WorkerSide:
 
     # ---- tensors -------------------------------------------------------------------------------
 
-    def _pages(self, work: Work) -> kvstore.Pages:
+    def _blocks_of(self, work: Work) -> kvstore.Pages:
         """Return where the GLOBAL entries of a request lie."""
-        tensors: dict[str, tuple[torch.Tensor, ...]] = {}
-        page_ids: dict[str, list[int]] = {}
-        for paged in self._tensors:
-            if not paged.layers.is_window:
-                ids = paged.page_ids(work.blocks[paged.layers.index])
-                for name in paged.layers.names:
-                    tensors[name], page_ids[name] = paged.views[name], ids
-        return kvstore.Pages(tensors, page_ids)
+        stored = [layers for layers in self._engine.layers if not layers.is_window]
+        return kvstore.Pages(
+            {layers.name: self._pages[layers.name] for layers in stored},
+            {layers.name: work.blocks[layers.index] for layers in stored},
+        )
 
     def _after_step(self) -> torch.cuda.Event | None:
         """Return what a device reaches when it has run everything queued so far."""
-        device = self._tensors[0].views[self._tensors[0].layers.names[0]][0].device
+        device = self._pages[self._engine.layers[0].name][0].device
         if device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
 
+    def _window_pages(self, work: Work) -> WindowPages:
+        sizes = [layers.page_tokens for layers in self._engine.windows]
+        return WindowPages.of(work.stop, self._engine.layout.window_tokens, sizes)
+
     def _take_window(self, work: Work) -> None:
         if self._store is None:
             return
-        start, stop = window_span(work.stop, self._engine.layout.window_tokens)
+        span = self._window_pages(work)
         rows: dict[str, NDArray[np.uint8]] = {}
-        for paged, pages, slots in self._window_places(work, start, stop):
-            for name in paged.layers.names:
-                found = torch.stack([view[pages, slots] for view in paged.views[name]])
-                packed = found.flatten(2).cpu().contiguous().view(torch.uint8)
-                rows[name] = packed.numpy()
-        snapshot = kvstore.WindowSnapshot(start, stop, rows)
+        for layers in self._engine.windows:
+            size = layers.page_tokens
+            first, stop = span.needed(size)
+            pages = self._pages[layers.name]
+            shape = (len(pages), (span.stop - span.start) // size, layers.page_bytes)
+            taken = torch.zeros(shape, dtype=torch.uint8)
+            ids = _live(work, layers, first, stop).to(pages[0].device)
+            for target, view in zip(taken, pages, strict=True):
+                target[first - span.start // size :] = view[ids, 0].to(target.device)
+            rows[layers.name] = taken.numpy()
+        snapshot = kvstore.WindowSnapshot(span.start, span.stop, rows)
         self._counts["windows_taken"] += self._store.scope(work.namespace).put_window(
             work.tokens, snapshot, images=work.images
         )
 
     def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
-        """Copy a window to where vLLM reads it; rows below ``start`` are other requests' as well."""
-        start, stop = window_span(work.stop, self._engine.layout.window_tokens, work.start)
-        for paged, pages, slots in self._window_places(work, start, stop):
-            for name in paged.layers.names:
-                group = self._engine.layout.group(name)
-                packed = window.rows[name][:, start - window.start :]
-                numbers = torch.from_numpy(packed.copy()).view(paged.layers.dtype)
-                shape = (len(group.layers), stop - start, *paged.views[name][0].shape[2:])
-                for view, rows in zip(paged.views[name], numbers.view(shape), strict=True):
-                    view[pages, slots] = rows.to(view.device)
-
-    def _window_places(
-        self, work: Work, start: int, stop: int
-    ) -> Iterable[tuple[PagedTensors, torch.Tensor, torch.Tensor]]:
-        """Yield each group of sliding layers with the page and slot of tokens ``[start, stop)``."""
-        for paged in self._tensors:
-            if not paged.layers.is_window:
+        """Copy a window into the request's own blocks; vLLM shares those below ``start``."""
+        span = self._window_pages(work)
+        for layers in self._engine.windows:
+            first, stop = span.needed(layers.page_tokens, work.start)
+            if first == stop:
                 continue
-            size = paged.entries_of_page
-            ids = paged.page_ids(work.blocks[paged.layers.index])
-            places = range(start, stop)
-            pages = [_live(ids, place // size, paged.split) for place in places]
-            device = paged.views[paged.layers.names[0]][0].device
-            slots = [place % size for place in places]
-            yield (
-                paged,
-                torch.tensor(pages, dtype=torch.int64, device=device),
-                torch.tensor(slots, dtype=torch.int64, device=device),
-            )
+            held = window.rows[layers.name][:, first - window.start // layers.page_tokens :]
+            pages = self._pages[layers.name]
+            ids = _live(work, layers, first, stop).to(pages[0].device)
+            for view, rows in zip(pages, torch.from_numpy(held), strict=True):
+                view[ids, 0] = rows.to(view.device)
 
     # ---- what it tells -------------------------------------------------------------------------
 
@@ -362,10 +351,10 @@ class WorkerSide:
                 self._end(save.job, save.deadline)
 
 
-def _live(ids: Sequence[int], number: int, split: int) -> int:
-    """Return the ``number``-th page of a table. Raises ``ValueError`` where vLLM keeps none."""
-    page = ids[number] if number < len(ids) else NULL_BLOCK
-    if page // split == NULL_BLOCK:
-        msg = f"vLLM holds no block for page {number} of a window, of {len(ids)} pages"
+def _live(work: Work, layers: PagedLayers, first: int, stop: int) -> torch.Tensor:
+    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` where vLLM keeps none."""
+    ids = work.blocks[layers.index][first:stop]
+    if len(ids) < stop - first or NULL_BLOCK in ids:
+        msg = f"vLLM gave away a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
         raise ValueError(msg)
-    return page
+    return torch.tensor(ids, dtype=torch.int64)
