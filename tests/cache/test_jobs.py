@@ -265,6 +265,24 @@ def test_a_bad_block_ends_a_load_and_is_named(tmp_path: Path, damaged: int) -> N
         assert cache.lookup(tokens).hit_tokens == damaged * BLOCK
 
 
+def test_nothing_is_loaded_behind_a_bad_block_that_a_reader_cannot_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "STAGING_BYTES", 1)
+    tokens = tokens_of(4 * BLOCK + 1)
+    engine = Engine(DENSE, 4)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        damage(cache, cache.probe(tokens).prefix.key(1))
+    with open_cache(tmp_path / "s", role="reader") as cache:
+        match = cache.lookup(tokens)
+        assert match.hit_tokens == 4 * BLOCK
+        job = cache.load(match, engine.pages)
+        assert job.wait()
+        assert (job.loaded_tokens, job.failed_blocks) == (BLOCK, (1, 2, 3))
+
+
 def damage(cache: PrefixCache, key: Any) -> None:
     """Flip a bit of a stored payload."""
     ssd = owned(cache).ssd

@@ -22,6 +22,8 @@ from kvstore.engine.transformers import (
     TransformersAdapter,
     _cache_argument,
     model_layout,
+    model_namespace,
+    open_adapter,
 )
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.frame import FrameFormat, head_sum
@@ -219,6 +221,83 @@ def test_either_name_of_the_cache_argument_works(
         warm = adapter.generate(prompt(40), 2)
     assert warm.hit_tokens == 32
     np.testing.assert_array_equal(warm.logits, cold.logits)
+
+
+SMALL: dict[str, Any] = {"ssd_bytes": "64MiB", "device_bytes": 0, "window_bytes": 0}
+
+
+def test_two_lines_serve_a_model(tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 5)
+    for hit in (0, 3 * BLOCK):
+        with open_adapter(tiny_model(), tmp_path / "s", block_tokens=BLOCK, **SMALL) as adapter:
+            assert adapter.generate(tokens, 2).hit_tokens == hit
+
+
+def _retrained(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
+
+
+def _adapted(model: Any) -> None:
+    """What a LoRA adapter does, attached: parameters beside those that were there."""
+    model.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Parameter(torch.ones(2, 3))
+
+
+def _rotated(model: Any) -> None:
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("change", [_retrained, _adapted, _rotated])
+def test_another_computation_never_hits(change: Any, tmp_path: Path) -> None:
+    tokens = prompt(3 * BLOCK + 5)
+    other = tiny_model()
+    change(other)
+    for model, hit in (
+        (tiny_model(), 0),
+        (other, 0),
+        (other, 3 * BLOCK),
+        (tiny_model(), 3 * BLOCK),
+    ):
+        with open_adapter(model, tmp_path / "s", block_tokens=BLOCK, **SMALL) as adapter:
+            assert adapter.generate(tokens, 2).hit_tokens == hit
+
+
+def test_what_a_model_is_called_changes_nothing(tmp_path: Path) -> None:
+    model = tiny_model()
+    expected = model_namespace(model)
+    tiny_model().save_pretrained(tmp_path / "elsewhere")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "elsewhere")
+    assert model_namespace(loaded) == expected
+    assert model_namespace(model.to(torch.bfloat16)) != expected
+
+
+def test_another_tenant_or_tokenizer_never_hits(tmp_path: Path) -> None:
+    tokens, model = prompt(3 * BLOCK + 5), tiny_model()
+    spaces = [
+        model_namespace(model),
+        model_namespace(model, tenant="b"),
+        model_namespace(model, tokenizer="2"),
+        replace(model_namespace(model), adapter="sql"),
+        replace(model_namespace(model), generation=1),
+    ]
+    for hit in (0, 3 * BLOCK):
+        for space in spaces:
+            options = {"namespace": space, "block_tokens": BLOCK, **SMALL}
+            with open_adapter(model, tmp_path / "s", **options) as adapter:
+                assert adapter.generate(tokens, 2).hit_tokens == hit
+
+
+def test_another_dtype_or_block_size_is_refused_with_the_store_untouched(tmp_path: Path) -> None:
+    tokens, model = prompt(3 * BLOCK + 5), tiny_model()
+    with open_adapter(model, tmp_path / "s", block_tokens=BLOCK, **SMALL) as adapter:
+        adapter.generate(tokens, 2)
+    for options in ({"block_tokens": 8}, {"block_tokens": BLOCK, "dtype": "bf16"}):
+        with (
+            pytest.raises(LayoutMismatch),
+            open_adapter(model, tmp_path / "s", **options, **SMALL),
+        ):
+            pass
+    with open_adapter(model, tmp_path / "s", block_tokens=BLOCK, **SMALL) as adapter:
+        assert adapter.generate(tokens, 2).hit_tokens == 3 * BLOCK
 
 
 def test_a_model_that_takes_no_cache_is_refused() -> None:
