@@ -122,9 +122,7 @@ class Saving:
             self.underway = None
 
 
-def window_boundaries(
-    before: int, settled: int, prompt: int, block_tokens: int
-) -> tuple[int, ...]:
+def window_boundaries(before: int, settled: int, prompt: int, block_tokens: int) -> tuple[int, ...]:
     """Return the block boundaries in ``(before, settled]`` whose windows are worth taking.
 
     They are those where a later request can continue: the last one of the prompt of ``prompt``

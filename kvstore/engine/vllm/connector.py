@@ -64,9 +64,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
-        base = base_namespace(
-            vllm_config, options.tenant, kv_cache_config.kv_cache_layout
-        )
+        base = base_namespace(vllm_config, options.tenant, kv_cache_config.kv_cache_layout)
         engine = engine_layout(kv_cache_config, vllm_config.model_config.hf_config.model_type)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size

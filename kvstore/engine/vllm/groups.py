@@ -173,9 +173,7 @@ def page_views(layers: PagedLayers, caches: Mapping[str, torch.Tensor]) -> list[
     return [_page_view(layers, name, caches) for name in layers.layer_names]
 
 
-def _page_view(
-    layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
     cache = caches.get(name)
     if cache is None:
         msg = f"vLLM registered no KV cache for layer {name}, found {sorted(caches)[:4]} ..."

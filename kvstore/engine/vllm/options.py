@@ -51,9 +51,7 @@ class Options:
             raise ConfigError(msg)
         path = extra.get("path")
         if not isinstance(path, str) or not path:
-            msg = (
-                f"kv_connector_extra_config needs the path of a folder for the store, found {path!r}"
-            )
+            msg = f"kv_connector_extra_config needs the path of a folder for the store, found {path!r}"
             raise ConfigError(msg)
         tenant = extra.get("tenant", "")
         if not isinstance(tenant, str):

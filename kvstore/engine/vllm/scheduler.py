@@ -187,7 +187,9 @@ class SchedulerSide:
             return
         start, stop = tracked.local, tracked.local + external
         tokens = _tokens(request)[: stop + 1]
-        tracked.saving.saved = max(tracked.saving.saved, stop // self._block_tokens * self._block_tokens)
+        tracked.saving.saved = max(
+            tracked.saving.saved, stop // self._block_tokens * self._block_tokens
+        )
         for scope in tracked.scopes:
             try:
                 scope.lookup(tokens, request.request_id, images=tracked.images)

@@ -52,7 +52,9 @@ def cold(model: str) -> Answers:
         answers = {length: tokens for length, (tokens, _) in each(llm).items()}
         shared = [length for length in range(100, 800, 100)]
         found = ask(llm, [prompt(length, seed=0) for length in shared])
-        return answers | {-length: tokens for length, (tokens, _) in zip(shared, found, strict=True)}
+        return answers | {
+            -length: tokens for length, (tokens, _) in zip(shared, found, strict=True)
+        }
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,10 @@ def test_pages_of_32_tokens_with_blocks_of_128(model: str, cold: Answers, tmp_pa
         # Locally there are 160 tokens of it: five pages.
         assert ask(llm, [prompt(500, seed=0)]) == [(cold[-500], 384)]
         assert [(w.start, w.stop) for plan in plans for w in plan.loads] == [(160, 384)]
-        assert ask(llm, [prompt(n, seed=0) for n in (600, 700)]) == [(cold[-600], 512), (cold[-700], 640)]
+        assert ask(llm, [prompt(n, seed=0) for n in (600, 700)]) == [
+            (cold[-600], 512),
+            (cold[-700], 640),
+        ]
 
 
 def test_chunks_that_end_inside_a_block_and_several_requests_in_a_step(
@@ -141,9 +146,7 @@ def test_chunks_that_end_inside_a_block_and_several_requests_in_a_step(
                 assert [cached for _, cached in found] == [hit_of(length) for length in shared]
 
 
-def test_generated_tokens_are_stored_when_they_complete_a_block(
-    model: str, tmp_path: Path
-) -> None:
+def test_generated_tokens_are_stored_when_they_complete_a_block(model: str, tmp_path: Path) -> None:
     start = prompt(120, seed=9)
     with engine(model, tmp_path / "s") as llm:
         [(tokens, _)] = ask(llm, [start], count=40)
