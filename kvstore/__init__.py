@@ -22,9 +22,11 @@ from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
 if TYPE_CHECKING:
     from kvstore import fp4
     from kvstore.assembly import PrefixCache
+    from kvstore.block_store import BlockStore
     from kvstore.cache import Entries, Match, Pages, Stored
 
 __all__ = [
+    "BlockStore",
     "CapacityError",
     "ConfigError",
     "Entries",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "BlockStore": "kvstore.block_store",
     "Entries": "kvstore.cache",
     "Match": "kvstore.cache",
     "Pages": "kvstore.cache",
