@@ -25,6 +25,7 @@ from bench.codec_quality import (
     picture,
     run,
     settings,
+    student,
     summarise,
     table,
     window,
@@ -131,7 +132,8 @@ def test_differences_are_paired_by_context() -> None:
     chosen = [EXACT, *settings(["fp8"], ["k", "v"])]
     exact, row = summarise(measured, chosen, sizes, scored=10)
     assert (exact.is_exact, exact.difference, row.is_exact) == (True, 0.0, False)
-    assert (row.difference, row.low, row.high) == pytest.approx((0.2, 0.2, 0.2))
+    assert (row.difference, *(row.interval or ())) == pytest.approx((0.2, 0.2, 0.2))
+    assert exact.interval is None
     assert row.baseline_loss == pytest.approx(35.0)
     assert (row.scored_tokens, row.saved) == (20, 0.25)
     assert row.perplexity_ratio == pytest.approx(math.exp(0.2))
@@ -139,13 +141,18 @@ def test_differences_are_paired_by_context() -> None:
     assert "fp8" in picture([exact, row])
 
 
-def test_an_interval_covers_the_mean_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize("count", [3, 6, 40])
+def test_an_interval_covers_the_mean_as_often_as_it_says(count: int) -> None:
     rng = np.random.default_rng(1)
-    ends = [interval(rng.normal(1.0, 2.0, 40)) for _ in range(100)]
-    covered = sum(low <= 1.0 <= high for low, high in ends)
-    assert 85 <= covered <= 100
-    widths = [high - low for low, high in ends]
-    assert np.mean(widths) == pytest.approx(2 * 1.96 * 2.0 / math.sqrt(40), rel=0.1)
+    ends = [interval(rng.normal(1.0, 2.0, count)) for _ in range(2000)]
+    covered = sum(end is not None and end[0] <= 1.0 <= end[1] for end in ends)
+    assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+    assert interval(np.array([1.0])) is None
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    found = [student(freedom) for freedom in (1, 2, 3, 5, 10, 30, 195)]
+    assert found == pytest.approx([12.706, 4.303, 3.182, 2.571, 2.228, 2.042, 1.972], abs=0.005)
 
 
 def test_bytes_count_what_is_left_alone_as_bf16() -> None:
