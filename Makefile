@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
            $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
 
-.PHONY: help demo test check native-test bench clean
+.PHONY: help demo test test-engines check native-test bench clean
 
 help:
 	@echo "make demo    set up, then watch a real model answer again from its stored cache"
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
+	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make clean   remove the environment and build products"
 
@@ -20,6 +21,10 @@ demo: $(VENV)/.demo
 
 test: check native-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# Each engine has an environment of its own, in the user's cache: they cannot share one.
+test-engines:
+	$(PYTHON) tests/engines/environments.py $(ENGINES)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

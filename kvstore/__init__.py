@@ -23,10 +23,12 @@ from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
 if TYPE_CHECKING:
     from kvstore import fp4
     from kvstore.assembly import PrefixCache
+    from kvstore.block_store import BlockStore
     from kvstore.cache import Entries, Match, PinnedPages, Stored
     from kvstore.transfer import Job
 
 __all__ = [
+    "BlockStore",
     "CapacityError",
     "ConfigError",
     "Entries",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "BlockStore": "kvstore.block_store",
     "Entries": "kvstore.cache",
     "Match": "kvstore.cache",
     "Job": "kvstore.transfer",

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.assembly import parse_format
 from kvstore.block import BlockKey, block_key
+from kvstore.cache.keys import KEYS_ROOT
 from kvstore.cache.owner import namespace_facts
 from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.hash import block_hashes
-from kvstore.layout import Layout
+from kvstore.opening import StoreFormat, parse_format
 from kvstore.tier import directory
 from kvstore.tier.ssd import MEDIUM_ERRORS, Record, SsdOptions, SsdTier, minimum_capacity, open_ssd
 
@@ -31,7 +31,7 @@ class OpenedStore:
     """A store opened to be looked at."""
 
     ssd: SsdTier
-    layout: Layout
+    form: StoreFormat
     frame_format: FrameFormat
 
 
@@ -44,8 +44,8 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     """
     directory.require_store(path)
     text = directory.read_format(path)
-    layout, block_tokens = parse_format(text)
-    frame_format = FrameFormat(layout, block_tokens)
+    form = parse_format(text)
+    frame_format = FrameFormat(form.layout, form.block_tokens)
     options = SsdOptions(
         capacity_bytes=minimum_capacity(frame_format.frame_bytes),
         frame_bytes=frame_format.frame_bytes,
@@ -54,7 +54,7 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     )
     ssd, _ = open_ssd(path, options)
     try:
-        yield OpenedStore(ssd, layout, frame_format)
+        yield OpenedStore(ssd, form, frame_format)
     except MEDIUM_ERRORS as error:
         msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
         raise StoreError(msg) from error
@@ -82,7 +82,7 @@ def store_stats(path: Path) -> dict[str, Any]:
         return {
             "path": str(path),
             "layout": (ssd.fact("layout") or b"").decode(errors="replace"),
-            "fingerprint": store.layout.fingerprint,
+            "fingerprint": store.form.layout.fingerprint,
             "owner_pid": directory.owner_pid(path),
             "block_tokens": block_tokens,
             "blocks": blocks,
@@ -90,7 +90,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "live_bytes": live,
             "file_bytes": ssd.file_bytes,
             "capacity_bytes": int(capacity) if capacity and capacity.isdigit() else None,
-            "bytes_per_token": float(store.layout.bytes_per_token),
+            "bytes_per_token": float(store.form.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
             "namespaces": [namespaces[number] for number in sorted(namespaces)],
         }
@@ -221,7 +221,7 @@ def _fault(
         return "header"
     if not store.frame_format.is_payload_intact(frame):
         return "checksum"
-    if not _is_itself(store.frame_format, frame, header, key, record):
+    if not _is_itself(store, frame, header, key, record):
         return "identity"
     parent = records.get(record.parent) if records else store.ssd.record(record.parent)
     has_parent = parent is not None and parent.number == record.number - 1
@@ -231,10 +231,12 @@ def _fault(
 
 
 def _is_itself(
-    form: FrameFormat, frame: memoryview, header: Header, key: BlockKey, record: Record
+    store: OpenedStore, frame: memoryview, header: Header, key: BlockKey, record: Record
 ) -> bool:
     """Say whether a frame's token ids, hash, key and record all name the same block."""
-    derived = block_hashes(header.parent_hash, form.tokens(frame), form.block_tokens)
+    ids, block_tokens = store.frame_format.tokens(frame), store.frame_format.block_tokens
+    above = KEYS_ROOT if store.form.key_bytes else header.parent_hash
+    derived = block_hashes(above, ids, block_tokens)
     return (
         block_key(header.block_hash) == key
         and (header.has_images or derived == [header.block_hash])

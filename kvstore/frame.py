@@ -275,18 +275,19 @@ class FrameFormat:
         self,
         frame: memoryview,
         block_hash: BlockHash,
-        parent_hash: BlockHash,
+        parent_hash: BlockHash | None,
         tokens: NDArray[np.uint32],
     ) -> str | None:
         """Return why these bytes are not the block asked for, or None if they are.
 
+        A block whose hash does not depend on its parent is asked for with ``parent_hash`` None.
         Checks, on the copy handed out: head checksum, identity (both hashes and the token ids
         themselves, so that a hash collision is a miss), then the checksum of every part.
         """
         header = self.header(frame)
         if header is None:
             return "header"
-        if header.block_hash != block_hash or header.parent_hash != parent_hash:
+        if header.block_hash != block_hash or parent_hash not in (None, header.parent_hash):
             return "identity"
         ids = np.frombuffer(frame, "<u4", self.block_tokens, self._ids_offset)
         if not np.array_equal(ids, tokens):

@@ -18,3 +18,34 @@ def on_host(array: Any) -> NDArray[Any] | None:
     if torch is not None and isinstance(array, torch.Tensor):
         array = array.detach().cpu().numpy()
     return array if isinstance(array, np.ndarray) else None
+
+
+def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
+    """Return the bytes of an array, a tensor, bytes or a bytearray; None for anything else.
+
+    Cost: none for what lies contiguous on the host, one copy otherwise.
+    """
+    if isinstance(buffer, bytes | bytearray | memoryview):
+        return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        return np.asarray(flat.view(torch.uint8).numpy())
+    if not isinstance(buffer, np.ndarray) or buffer.dtype.hasobject:
+        return None
+    return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
+
+
+def writable_bytes(buffer: Any) -> NDArray[np.uint8] | None:
+    """Return the bytes of a contiguous, writable buffer on the host in place, None for others."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        is_plain = buffer.device.type == "cpu" and buffer.is_contiguous()
+        return host_bytes(buffer) if is_plain else None
+    if isinstance(buffer, np.ndarray):
+        is_plain = buffer.flags.c_contiguous and buffer.flags.writeable
+        return host_bytes(buffer) if is_plain else None
+    if isinstance(buffer, bytearray | memoryview):
+        array = host_bytes(buffer)
+        return array if array is not None and array.flags.writeable else None
+    return None

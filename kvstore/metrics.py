@@ -27,6 +27,10 @@ class Metrics:
     query_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     """By tier; the sum over tiers is the total, because each hit token is counted for one tier."""
+    hit_blocks: int = 0
+    """Blocks that were asked for by key and handed out."""
+    missed_blocks: int = 0
+    """Blocks that were asked for by key and not there, or bad."""
     window_hits: int = 0
     replay_requests: int = 0
     replayed_tokens: int = 0
@@ -87,6 +91,8 @@ class Metrics:
             "lookups": self.lookups,
             "query_tokens": self.query_tokens,
             "hit_tokens": {**self.hit_tokens, "total": self.total_hit_tokens},
+            "hit_blocks": self.hit_blocks,
+            "missed_blocks": self.missed_blocks,
             "window_hits": self.window_hits,
             "replay_requests": self.replay_requests,
             "replayed_tokens": self.replayed_tokens,

@@ -15,19 +15,14 @@ from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
-from kvstore.cache.entries import Stored
-from kvstore.cache.prefix import Prefix
+from kvstore.cache.prefix import Chain
 from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.policy.lru import Lru
 from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier
 from kvstore.transfer import QueuedBlock, Writer
 
@@ -45,12 +40,24 @@ WRITE_ERRORS_TO_READ_ONLY = 3
 class Ticket:
     """One ``store`` call on its way: what its blocks have in common."""
 
-    prefix: Prefix
+    prefix: Chain
     namespace_id: int
     tick: int
     """Logical time of the request."""
     expires: float
     is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of a ``store``, in blocks."""
+
+    end: int
+    """Leading blocks that are now stored or queued."""
+    present: int
+    """Blocks offered that were there already."""
+    dropped: int
+    """Blocks not taken: the queue was full, or the parent was missing."""
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class _Run:
 class _Wish:
     """A ``store`` of blocks that are queued already, to be granted when they are committed."""
 
-    prefix: Prefix
+    prefix: Chain
     blocks: int
     expires: float
     is_pinned: bool
@@ -90,17 +97,20 @@ class OwnedSsd:
         context: Context,
         ssd: SsdTier,
         frame_format: FrameFormat,
+        index: PrefixIndex,
         give_up_leases: Callable[[], None],
     ) -> None:
-        """Take over an open tier. ``give_up_leases`` is called before anything is evicted."""
+        """Take over an open tier and an empty index, and fill the index from its records.
+
+        ``give_up_leases`` is called before anything is evicted.
+        """
         self.ssd = ssd
-        self.index = PrefixIndex(Lru[Segment]())
+        self.index = index
         self._context = context
         self._format = frame_format
-        self._block_tokens = frame_format.block_tokens
         self._give_up_leases = give_up_leases
-        self._pending: set[BlockKey] = set()
-        """Keys in the queue: they count as stored for parents and duplicates."""
+        self._pending: dict[BlockKey, BlockKey] = {}
+        """Keys in the queue with their parents': they count as stored for parents and duplicates."""
         self._uses: dict[BlockKey, int] = {}
         """Newest logical time of blocks that were used, to be written with the next commit."""
         self._sticky: set[Segment] = set()
@@ -143,10 +153,10 @@ class OwnedSsd:
         """Blocks that wait for their commit."""
         return self._writer.queued_blocks
 
-    def known_blocks(self, prefix: Prefix) -> int:
+    def known_blocks(self, prefix: Chain) -> int:
         """Return how many leading blocks are stored or queued."""
         known = self.index.match(prefix.path).depth
-        while known < len(prefix.hashes) and prefix.key(known) in self._pending:
+        while known < len(prefix.path) // KEY_BYTES and prefix.key(known) in self._pending:
             known += 1
         return known
 
@@ -154,34 +164,46 @@ class OwnedSsd:
         """Remember that a request used everything up to ``key``, for the next commit."""
         self._uses[key] = tick
 
-    def discard(self, prefix: Prefix, number: int) -> None:
-        """Remove a bad block and all that hangs on it."""
+    def queued_parent(self, key: BlockKey) -> BlockKey | None:
+        """Return the key of a queued block's parent, None if the block is not queued."""
+        return self._pending.get(key)
+
+    def discard(self, prefix: Chain, number: int, *, force: bool = True) -> int:
+        """Remove a block and all that hangs on it; return how many blocks went.
+
+        Without ``force`` nothing goes where a pin protects any of them.
+        """
         with self._changing:
             with self._context.lock:
                 position = self.index.match(prefix.path[: (number + 1) * KEY_BYTES])
                 if position.depth <= number:
-                    return
+                    return 0
                 segment = self.index.settle(position)
+                if not force and self.index.is_pinned(segment):
+                    return 0
                 keys = self.index.remove_from(Position(segment, segment.blocks - 1, number))
                 self._sticky = {segment for segment in self._sticky if segment.is_live}
             self._delete(keys)
+        return len(keys)
 
     # ---- storing (callers' threads) ------------------------------------------------------------
 
     def store(
         self,
-        prefix: Prefix,
+        prefix: Chain,
         namespace: Mapping[str, Any],
-        entries: Mapping[str, NDArray[np.uint8]],
-        start: int,
+        encode: Callable[[Header], bytearray],
+        first: int,
         *,
         wait: float,
         ttl: float | None,
         is_pinned: bool,
-    ) -> Stored:
-        """Queue the blocks of ``[start, ...)`` that are not known yet."""
-        size = self._block_tokens
-        first, stop = start // size, len(prefix.hashes)
+    ) -> Taken:
+        """Queue the blocks of ``prefix`` from block ``first`` on that are not known yet.
+
+        ``encode`` returns the frame of the block that a header names.
+        """
+        stop = len(prefix.path) // KEY_BYTES
         expires = NEVER if ttl is None else self._context.wall_clock() + ttl
         with self._context.lock:
             known = self.known_blocks(prefix)
@@ -193,7 +215,7 @@ class OwnedSsd:
             self._amend(keys, **fields)
         if decided.store is None:
             self._context.count_drop("no_parent", decided.orphans)
-            return Stored(min(known, stop) * size, decided.present, decided.orphans)
+            return Taken(min(known, stop), decided.present, decided.orphans)
         ticket = self._ticket(prefix, namespace, expires, is_pinned=is_pinned)
         reason = "write_error" if ticket is None else ""
         deadline = time.monotonic() + wait
@@ -205,15 +227,15 @@ class OwnedSsd:
             if not self._writer.wait_for_room(deadline - time.monotonic()):
                 reason = "closed" if self._writer.is_closing else "queue_full"
                 break
-            if not self._submit(ticket, number, entries, number - first):
+            if not self._submit(ticket, number, encode):
                 reason = "closed"
                 break
             number += 1
         self._context.count_drop(reason, stop - number)
-        return Stored(number * size, decided.present, stop - number)
+        return Taken(number, decided.present, stop - number)
 
     def _ticket(
-        self, prefix: Prefix, namespace: Mapping[str, Any], expires: float, *, is_pinned: bool
+        self, prefix: Chain, namespace: Mapping[str, Any], expires: float, *, is_pinned: bool
     ) -> Ticket | None:
         """Return the ticket of a store call, None if its namespace could not be written down."""
         try:
@@ -245,7 +267,7 @@ class OwnedSsd:
         return number
 
     def _renew(
-        self, prefix: Prefix, blocks: int, expires: float, *, is_pinned: bool
+        self, prefix: Chain, blocks: int, expires: float, *, is_pinned: bool
     ) -> list[tuple[list[BlockKey], dict[str, Any]]]:
         """Make a prefix that is stored again recent, longer-lived, and pinned if asked.
 
@@ -270,7 +292,7 @@ class OwnedSsd:
             amends.append(([key], {"is_pinned": True}))
         return amends
 
-    def _wish(self, prefix: Prefix, blocks: int, expires: float, *, is_pinned: bool) -> None:
+    def _wish(self, prefix: Chain, blocks: int, expires: float, *, is_pinned: bool) -> None:
         """Note what is asked for a prefix whose end is still queued, for when it is committed."""
         if not blocks or prefix.key(blocks - 1) not in self._pending:
             return
@@ -283,7 +305,7 @@ class OwnedSsd:
         self.index.pin(segment)
         self._sticky.add(segment)
 
-    def unstick(self, prefix: Prefix) -> None:
+    def unstick(self, prefix: Chain) -> None:
         """Take back every lasting pin on the path of ``prefix``."""
         keys: list[BlockKey] = []
         with self._context.lock:
@@ -304,29 +326,23 @@ class OwnedSsd:
         except MEDIUM_ERRORS as error:
             self._note_write_error(error)
 
-    def _submit(
-        self, ticket: Ticket, number: int, entries: Mapping[str, NDArray[np.uint8]], block: int
-    ) -> bool:
+    def _submit(self, ticket: Ticket, number: int, encode: Callable[[Header], bytearray]) -> bool:
         """Frame one block outside the lock, then queue it unless another thread was faster.
 
         Returns False if the store is being closed.
         """
         prefix = ticket.prefix
-        size = self._block_tokens
         header = Header(
-            block_tokens=size,
+            block_tokens=self._format.block_tokens,
             number=number,
             namespace_id=ticket.namespace_id,
             payload_bytes=self._format.payload_bytes,
-            block_hash=prefix.hashes[number],
+            block_hash=prefix.hash_of(number),
             parent_hash=prefix.parent_hash(number),
             sequence=ticket.tick,
-            has_images=any(
-                image.start < (number + 1) * size and image.stop > number * size
-                for image in prefix.images
-            ),
+            has_images=prefix.has_images(number),
         )
-        frame = self._format.encode(header, prefix.block_ids(number), entries, block)
+        frame = encode(header)
         parent = BlockKey(header.parent_hash[:KEY_BYTES])
         queued = QueuedBlock(prefix.key(number), parent, number, frame, ticket)
         with self._context.lock:
@@ -335,7 +351,7 @@ class OwnedSsd:
                 return True
             if not self._writer.submit(queued):
                 return False
-            self._pending.add(queued.key)
+            self._pending[queued.key] = parent
             return True
 
     # ---- committing (writer thread) ------------------------------------------------------------
@@ -348,7 +364,8 @@ class OwnedSsd:
                 self._write(batch)
         finally:
             with lock:
-                self._pending.difference_update(block.key for block in batch)
+                for block in batch:
+                    self._pending.pop(block.key, None)
         with lock:
             amends = []
             for key in [key for key in self._wishes if key not in self._pending]:

@@ -1,14 +1,39 @@
-"""A request as the cache sees it: its tokens and the identity of every whole block of them."""
+"""What is stored together: a chain of blocks, and a request's tokens as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
+
+
+class Chain(Protocol):
+    """Blocks from a root on, each the child of the one before it."""
+
+    @property
+    def root(self) -> BlockHash:
+        """What the first block hangs on, and whose blocks they are."""
+
+    @property
+    def path(self) -> bytes:
+        """Keys of its blocks, end to end: what an index matches."""
+
+    def key(self, number: int) -> BlockKey:
+        """Key of block ``number``."""
+
+    def hash_of(self, number: int) -> BlockHash:
+        """Hash of block ``number``."""
+
+    def parent_hash(self, number: int) -> BlockHash:
+        """Hash of the block before ``number``, the root's for the first."""
+
+    def has_images(self, number: int) -> bool:
+        """Say whether an image touches block ``number``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +63,10 @@ class Prefix:
         """Key of block ``number``."""
         return block_key(self.hashes[number])
 
+    def hash_of(self, number: int) -> BlockHash:
+        """Hash of block ``number``."""
+        return self.hashes[number]
+
     def parent_hash(self, number: int) -> BlockHash:
         """Hash of the block before ``number``, the root's for the first."""
         return self.hashes[number - 1] if number else self.root
@@ -49,3 +78,8 @@ class Prefix:
     def block_ids(self, number: int) -> NDArray[np.uint32]:
         """Token ids of block ``number``."""
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
+
+    def has_images(self, number: int) -> bool:
+        """Say whether an image touches block ``number``."""
+        start, stop = number * self.block_tokens, (number + 1) * self.block_tokens
+        return any(image.start < stop and image.stop > start for image in self.images)

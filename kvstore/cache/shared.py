@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -10,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
-from kvstore.cache.context import Context
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
-from kvstore.cache.owner import OwnedSsd, namespace_facts
+from kvstore.cache.opened import OpenStore
+from kvstore.cache.owner import namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.prefix import Prefix
-from kvstore.errors import StoreBusy, StoreError
-from kvstore.frame import FrameFormat
-from kvstore.index import GONE, NEVER, Position, PrefixIndex
+from kvstore.errors import StoreError
+from kvstore.frame import FrameFormat, Header
+from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
+from kvstore.policy.lru import Lru
 from kvstore.replay import WindowSnapshot
 from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
@@ -40,13 +41,8 @@ RequestKey = tuple[BlockHash, str]
 """A request id with the root of the namespace that used it: tenants number requests alike."""
 
 
-class SharedTiers:
-    """The state behind every scope of one store directory.
-
-    ``owned`` is None in a reader; then the medium itself says what is stored.
-
-    Threads: every public method may be called from any thread of the process that opened it.
-    """
+class SharedTiers(OpenStore):
+    """The state behind every scope of one store directory."""
 
     def __init__(
         self,
@@ -58,48 +54,25 @@ class SharedTiers:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self.format = frame_format
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
-        self.context = Context(clock, wall_clock)
-        self.metrics = self.context.metrics
-        self.ssd = ssd
         self.window = window
-        self.owned: OwnedSsd | None = None
         self.pages: DevicePages | None = None
         self._generations: dict[str, int] = {}
         """Newest generation of each line of weights that a scope of this process has used."""
         self._open_device = open_device
         self._leases: deque[Hold] = deque()
         self._by_request: dict[RequestKey, Match] = {}
-        self._pid = os.getpid()
-        self._is_closed = False
+        super().__init__(
+            frame_format=frame_format,
+            ssd=ssd,
+            index=PrefixIndex(Lru[Segment]()),
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self.jobs = Jobs(self)
-        if ssd.is_owner:
-            self.owned = OwnedSsd(self.context, ssd, frame_format, self._give_up_leases)
 
     # ---- identity ------------------------------------------------------------------------------
-
-    @property
-    def is_owner(self) -> bool:
-        """Say whether this process writes."""
-        return self.owned is not None
-
-    def guard(self) -> None:
-        """Raise ``StoreError`` in a forked child or after ``close``."""
-        if os.getpid() != self._pid:
-            msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
-            raise StoreError(msg)
-        if self._is_closed:
-            msg = f"the store at {self.ssd.path} is closed"
-            raise StoreError(msg)
-
-    def owner(self, wish: str) -> OwnedSsd:
-        """Return the writing side, or raise ``StoreBusy`` naming what only an owner does."""
-        if self.owned is None:
-            msg = f"the store at {self.ssd.path} is open as a reader; only its owner {wish}"
-            raise StoreBusy(msg)
-        return self.owned
 
     def generation(self, line: str, given: int) -> int:
         """Return the generation of a line of weights: the newer of the given and the recorded.
@@ -320,6 +293,7 @@ class SharedTiers:
             if hold.private_pages:
                 self._device_pages().tier.free(hold.private_pages)
 
+    @override
     def _give_up_leases(self) -> None:
         """Give up leases whose time is over; one that became a pin is its match's to release."""
         now = self.context.clock()
@@ -352,9 +326,16 @@ class SharedTiers:
             count = len(prefix.hashes) - start // self.block_tokens
             self.context.count_drop("reader", count)
             return Stored(start, 0, count)
-        return self.owned.store(
-            prefix, namespace, entries, start, wait=wait, ttl=ttl, is_pinned=is_pinned
+        first = start // self.block_tokens
+
+        def encode(header: Header) -> bytearray:
+            ids = prefix.block_ids(header.number)
+            return self.format.encode(header, ids, entries, header.number - first)
+
+        taken = self.owned.store(
+            prefix, namespace, encode, first, wait=wait, ttl=ttl, is_pinned=is_pinned
         )
+        return Stored(taken.end * self.block_tokens, taken.present, taken.dropped)
 
     def known_blocks(self, prefix: Prefix) -> int:
         """Return how many leading blocks are stored or queued; none in a reader, which stores none."""
@@ -548,29 +529,13 @@ class SharedTiers:
                 self.pages.clear(root)
         return count
 
-    def flush(self) -> None:
-        """Return when every block accepted before survives power loss."""
-        self.jobs.drain()
-        if self.owned is not None:
-            self.owned.flush()
-
-    def close(self) -> None:
-        """Flush, stop the writer and let go of the files. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
+    @override
+    def _finish_background(self, *, is_last: bool) -> None:
+        """Return when saves begun before have offered their blocks; for good if ``is_last``."""
+        if is_last:
             self.jobs.close()
-            if self.owned is not None:
-                self.owned.close()
-        finally:
-            self.ssd.close()
-
-    def abandon(self) -> None:
-        """In a forked child: drop the inherited files so that the child can open its own."""
-        self._is_closed = True
-        self.context.abandon()
-        self.ssd.abandon()
+        else:
+            self.jobs.drain()
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes as plain JSON values."""
@@ -601,29 +566,10 @@ class SharedTiers:
                 "alarms": [*self.metrics.alarms, *self._alarms(tiers["ssd"])],
             }
 
-    def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
-        found = [] if self.owned is None else self.owned.alarms
-        if self.is_owner and ssd["file_bytes"] > ssd["capacity_bytes"]:
-            found.append(
-                f"the file takes {ssd['file_bytes']} bytes, more than ssd_bytes "
-                f"{ssd['capacity_bytes']}: it was larger before and does not shrink"
-            )
-        return found
-
     def _ssd_stats(self) -> dict[str, Any]:
-        ssd, owned = self.ssd, self.owned
-        blocks, live = ssd.block_count, ssd.live_bytes
-        tokens = blocks * self.block_tokens
-        return {
-            "blocks": blocks,
-            "tokens": tokens,
-            "live_bytes": live,
-            "file_bytes": ssd.file_bytes,
-            "capacity_bytes": ssd.capacity_bytes,
-            "bytes_per_token": live / tokens if tokens else None,
-            "queued_blocks": owned.queued_blocks if owned is not None else 0,
-            "is_read_only": owned is None or owned.is_read_only,
-        }
+        sizes = self._ssd_sizes()
+        tokens, live = sizes["blocks"] * self.block_tokens, sizes["live_bytes"]
+        return {**sizes, "tokens": tokens, "bytes_per_token": live / tokens if tokens else None}
 
     def _page_stats(self, pages: DevicePages) -> dict[str, Any]:
         used = pages.tier.page_count - pages.tier.free_pages

@@ -277,6 +277,14 @@ class SsdTier:
                     high = middle
         return low
 
+    def known_run(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading ``keys`` have a record, whatever hangs on what."""
+        with self._using(), self._env.begin() as txn:
+            for count, key in enumerate(keys):
+                if txn.get(key, db=self._meta) is None:
+                    return count
+        return len(keys)
+
     def read(
         self,
         keys: Sequence[BlockKey],

@@ -492,7 +492,7 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
         cache.flush()
         index = owned(cache).index
         assert index.blocks == cache._shared.ssd.block_count
-        assert owned(cache)._pending == set()
+        assert owned(cache)._pending == {}
         assert not any(segment.pins for segment in index)
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
 

@@ -514,6 +514,23 @@ def test_an_error_in_a_job_is_kept_and_the_thread_lives(
         assert job.stored.end == 2 * BLOCK
 
 
+def test_a_flush_covers_saves_that_were_begun(tmp_path: Path, hold_jobs: Gate) -> None:
+    tokens = tokens_of(2 * BLOCK + 1)
+    engine = Engine(DENSE, 4)
+    engine.fill(tokens)
+    with open_cache(tmp_path / "s") as cache:
+        job = cache.save(tokens, engine.pages)
+        assert hold_jobs.reached.wait(30)
+        flusher = threading.Thread(target=cache.flush)
+        flusher.start()
+        flusher.join(0.2)
+        assert flusher.is_alive()
+        hold_jobs()
+        flusher.join(30)
+        assert job.done
+        assert cache.probe(tokens).hit_tokens == 2 * BLOCK
+
+
 def test_closing_finishes_saves_that_were_begun(tmp_path: Path, hold_jobs: Gate) -> None:
     tokens = tokens_of(2 * BLOCK + 1)
     engine = Engine(DENSE, 4)

@@ -1,0 +1,141 @@
+"""A chart as SVG text: points with error bars, joined to lines or not. It knows no measurement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 760, 440
+LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+"""Told apart by colour-blind readers as well. Source: the palette of Okabe and Ito."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured value; ``low`` and ``high`` end its error bar."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one colour."""
+
+    name: str
+    points: tuple[Point, ...]
+    is_line: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to places on the page: linear, or by their logarithm."""
+
+    first: float
+    last: float
+    start: float
+    stop: float
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        """Return where a value lies, in units of the page."""
+        first, last, value = (
+            (math.log10(number) for number in (self.first, self.last, value))
+            if self.is_log
+            else (self.first, self.last, value)
+        )
+        return self.start + (value - first) / (last - first) * (self.stop - self.start)
+
+    def ticks(self) -> list[float]:
+        """Return round values to label: powers of ten with 2 and 5 between, or equal steps."""
+        if self.is_log:
+            low, high = math.floor(math.log10(self.first)), math.ceil(math.log10(self.last))
+            found = [f * 10.0**power for power in range(low, high + 1) for f in (1, 2, 5)]
+        else:
+            rough = (self.last - self.first) / 5
+            power = 10.0 ** math.floor(math.log10(rough))
+            step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
+            begin = math.ceil(self.first / step)
+            found = [n * step for n in range(begin, math.floor(self.last / step) + 1)]
+        return [value for value in found if self.first <= value <= self.last]
+
+
+def chart(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, is_log: bool = False
+) -> str:
+    """Return a whole SVG file. ``is_log`` is for the values on the y axis, all positive then.
+
+    Raises:
+        ValueError: if there is no point at all.
+    """
+    points = [point for one in series for point in one.points]
+    if not points:
+        msg = "a chart needs at least one point, found none"
+        raise ValueError(msg)
+    x = Scale(*_range([p.x for p in points], 0.06), LEFT, WIDTH - RIGHT)
+    ends = [value for p in points for value in (p.low, p.high)]
+    low, high = (min(ends) / 1.3, max(ends) * 1.3) if is_log else _range(ends, 0.06)
+    y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
+    body = [_text(LEFT, 22, title, "font-weight='bold'"), *_axes(x, y, x_label, y_label)]
+    for number, one in enumerate(series):
+        body += _series(one, COLOURS[number % len(COLOURS)], x, y)
+        colour = COLOURS[number % len(COLOURS)]
+        top = TOP + 14 + 20 * number
+        body.append(f"<circle cx='{WIDTH - RIGHT + 22}' cy='{top - 4}' r='4' fill='{colour}'/>")
+        body.append(_text(WIDTH - RIGHT + 32, top, one.name))
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' "
+        f"height='{HEIGHT}' font-family='sans-serif' font-size='12' fill='#222'>"
+    )
+    frame = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#fff'/>"
+    return "\n".join([head, frame, *body, "</svg>", ""])
+
+
+def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = (high - low) * margin or abs(high) * margin or 1.0
+    return low - room, high + room
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{escape(text)}</text>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'/>"
+
+
+def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> list[str]:
+    drawn = []
+    for value in x.ticks():
+        at = x.place(value)
+        drawn.append(_line(at, TOP, at, HEIGHT - BOTTOM, "#e4e4e4"))
+        drawn.append(_text(at, HEIGHT - BOTTOM + 18, f"{value:,g}", "text-anchor='middle'"))
+    for value in y.ticks():
+        at = y.place(value)
+        drawn.append(_line(LEFT, at, WIDTH - RIGHT, at, "#e4e4e4"))
+        drawn.append(_text(LEFT - 6, at + 4, f"{value:g}", "text-anchor='end'"))
+    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label, "text-anchor='middle'"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    turn = f"text-anchor='middle' transform='rotate(-90 16 {middle:.1f})'"
+    return [*drawn, _text(16, middle, y_label, turn)]
+
+
+def _series(series: Series, colour: str, x: Scale, y: Scale) -> list[str]:
+    drawn = []
+    if series.is_line:
+        path = " ".join(f"{x.place(p.x):.1f},{y.place(p.y):.1f}" for p in series.points)
+        drawn.append(f"<polyline points='{path}' fill='none' stroke='{colour}'/>")
+    for point in series.points:
+        at_x, at_y = x.place(point.x), y.place(point.y)
+        drawn.append(_line(at_x, y.place(point.low), at_x, y.place(point.high), colour))
+        drawn.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='4' fill='{colour}'/>")
+        if point.label:
+            drawn.append(_text(at_x + 6, at_y - 6, point.label, f"fill='{colour}'"))
+    return drawn

@@ -1,0 +1,251 @@
+"""Wiring for callers with their own keys: options to a store of blocks of one size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from kvstore.cache.keyed import Bytes, KeyedBlocks
+from kvstore.cache.keys import Key, NamedBlock, keyed_format, named
+from kvstore.errors import ConfigError
+from kvstore.host import host_bytes, writable_bytes
+from kvstore.opening import format_text, resolved, share, size_bytes, unshare
+from kvstore.tier.ssd import SsdOptions, SsdTier
+
+
+class BlockStore:
+    """Blocks of one size under keys that their callers choose, on SSD.
+
+    For engines that hash by themselves. A key is up to ``key_bytes`` bytes, or a text, which stands
+    for its UTF-8 bytes. It is stored whole and compared on every read, so two keys never share a
+    block. What a key must cover (model, formats, tenant, ...) is its caller's business.
+
+    A context manager; leaving it flushes and closes. Opening the same directory again in one
+    process shares the first opening, counted, with the first one's options. Forked children must
+    reopen. Buffers belong to the caller: nothing keeps one after its call returned.
+
+    Threads: every method may be called from any thread of the process that opened it.
+    """
+
+    def __init__(self, shared: KeyedBlocks, block_bytes: int, key_bytes: int) -> None:
+        """Take part in an opening; use ``open``."""
+        self._shared = shared
+        self.block_bytes = block_bytes
+        self.key_bytes = key_bytes
+        self._is_open = True
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        block_bytes: int,
+        key_bytes: int = 256,
+        ssd_bytes: int | str = "4GiB",
+        role: Literal["auto", "owner", "reader"] = "auto",
+        preallocate: bool = False,
+    ) -> Self:
+        """Open the store in directory ``path``, creating it if need be.
+
+        ``ssd_bytes`` is the hard cap of the file, in bytes or as text such as ``"4GiB"``.
+        ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
+        the disk space now.
+
+        Raises:
+            ConfigError: for options that cannot work, such as a cap below 8 blocks.
+            LayoutMismatch: if the store holds blocks of another size or key length, or of a
+                ``PrefixCache``; it is left untouched.
+            StoreBusy: if ``role="owner"`` and another process owns it.
+            StoreError: if ``path`` is not a store, or a reader finds none.
+        """
+        if role not in ("auto", "owner", "reader"):
+            msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
+            raise ConfigError(msg)
+        frame_format = keyed_format(block_bytes, key_bytes)
+        options = SsdOptions(
+            capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
+            frame_bytes=frame_format.frame_bytes,
+            format_text=format_text(frame_format.layout, frame_format.block_tokens, key_bytes),
+            role=role,
+            preallocate=preallocate,
+        )
+
+        def build(ssd: SsdTier) -> KeyedBlocks:
+            if ssd.is_owner and ssd.fact("layout") is None:
+                ssd.set_fact("layout", frame_format.layout.model.encode())
+            return KeyedBlocks(frame_format=frame_format, ssd=ssd)
+
+        shared = share(resolved(path), options, KeyedBlocks, build)
+        return cls(shared, block_bytes, key_bytes)
+
+    @property
+    def is_owner(self) -> bool:
+        """Say whether this process writes; a reader's ``put`` is a counted no-op."""
+        return self._shared.is_owner
+
+    # ---- blocks --------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[Key],
+        sources: Sequence[Any],
+        parents: Sequence[Key | None] | None = None,
+        *,
+        wait: float = 1.0,
+    ) -> list[bool]:
+        """Queue blocks; return for each whether it is stored or queued now.
+
+        Shapes:
+            ``sources[i]`` holds exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or
+            bytes, of any dtype and shape. Contiguous ones on the host are copied once.
+
+        A key that is there already keeps its bytes and its parent, and becomes recent. With
+        ``parents``, ``parents[i]`` is the key that block i hangs on (None for none): it must be
+        stored, queued or earlier in this call, and it is evicted after what hangs on it. A False
+        means that the queue stayed full for ``wait`` seconds, the parent is unknown, the disk
+        failed, or this is a reader; it is counted, and nothing else is lost by it. Stored for
+        good is what ``flush`` has returned after, and a queued block that the disk refuses is lost.
+
+        Raises:
+            ValueError: for a bad argument, before anything is stored.
+        """
+        shared = self._guarded()
+        blocks = self._named(keys)
+        self._same_length(blocks, sources, "sources")
+        above: list[NamedBlock | None] = [None] * len(blocks)
+        if parents is not None:
+            self._same_length(blocks, parents, "parents")
+            above = [None if p is None else named(p, self.key_bytes) for p in parents]
+        arrays = [self._bytes(i, source, "sources") for i, source in enumerate(sources)]
+        return shared.put(blocks, arrays, above, _seconds(wait))
+
+    def get(self, keys: Sequence[Key], targets: Sequence[Any]) -> list[bool]:
+        """Copy blocks into ``targets``, verified; return for each whether it is there now.
+
+        Shapes:
+            ``targets[i]`` takes exactly ``block_bytes`` bytes: a writable, contiguous NumPy array,
+            bytearray or torch tensor on the host, of any dtype and shape.
+
+        A target is written wholly or not at all. A bad block is a miss, counted, and removed with
+        all that hangs on it; keys after it are still served. What was stored when the call began
+        is not evicted before it returns.
+
+        Raises:
+            ValueError: for a bad argument, before anything is written.
+        """
+        shared = self._guarded()
+        blocks = self._named(keys)
+        self._same_length(blocks, targets, "targets")
+        arrays = [self._bytes(i, target, "targets", into=True) for i, target in enumerate(targets)]
+        return shared.get(blocks, arrays)
+
+    def exists(self, keys: Sequence[Key]) -> int:
+        """Return how many leading keys are stored. Protects nothing, and leaves no trace.
+
+        A queued block counts from its commit on.
+        """
+        return self._guarded().exists(self._named(keys))
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        """Remove blocks and all that hangs on them; return how many went, those included.
+
+        A block that is pinned, or has a pinned one hanging on it, stays. Queued blocks are waited
+        for.
+
+        Raises:
+            StoreBusy: in a reader.
+        """
+        return self._guarded().delete(self._named(keys))
+
+    def pin(self, keys: Sequence[Key]) -> list[bool]:
+        """Protect blocks, and what they hang on, from eviction and ``delete``; counted.
+
+        Returns for each key whether it is stored; only those are pinned. Pins live in memory: they
+        end with ``unpin`` or with the process.
+
+        Raises:
+            StoreBusy: in a reader.
+        """
+        return self._guarded().pin(self._named(keys))
+
+    def unpin(self, keys: Sequence[Key]) -> None:
+        """Give back one pin of each key. Keys without one are ignored.
+
+        Raises:
+            StoreBusy: in a reader.
+        """
+        self._guarded().unpin(self._named(keys))
+
+    # ---- the store -----------------------------------------------------------------------------
+
+    def clear(self) -> int:
+        """Remove every block, pinned or not; return how many went."""
+        return self._guarded().clear()
+
+    def flush(self) -> None:
+        """Return when every block accepted before survives power loss."""
+        self._guarded().flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes as plain JSON values."""
+        return self._guarded().stats()
+
+    def close(self) -> None:
+        """Flush, and release the store when this was its last opening. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            unshare(self._shared)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- arguments -----------------------------------------------------------------------------
+
+    def _guarded(self) -> KeyedBlocks:
+        self._shared.guard()
+        return self._shared
+
+    def _named(self, keys: Sequence[Key]) -> list[NamedBlock]:
+        if isinstance(keys, bytes | str):
+            msg = f"keys must be a sequence of keys, found one {type(keys).__name__}"
+            raise ValueError(msg)
+        return [named(key, self.key_bytes) for key in keys]
+
+    @staticmethod
+    def _same_length(blocks: Sequence[NamedBlock], others: Sequence[Any], what: str) -> None:
+        if len(others) != len(blocks):
+            msg = f"{what}: expected one for each of {len(blocks)} keys, found {len(others)}"
+            raise ValueError(msg)
+
+    def _bytes(self, number: int, buffer: Any, what: str, *, into: bool = False) -> Bytes:
+        """Return a caller's buffer as a block's bytes, a view of it if it is a target."""
+        array = writable_bytes(buffer) if into else host_bytes(buffer)
+        if array is None:
+            msg = (
+                f"{what}[{number}]: expected a writable, contiguous array, bytearray or tensor on the host"
+                if into
+                else f"{what}[{number}]: expected a NumPy array, a torch tensor or bytes"
+            )
+            raise ValueError(f"{msg}, found {type(buffer).__name__}")
+        if array.nbytes != self.block_bytes:
+            msg = f"{what}[{number}] has {array.nbytes} bytes, expected exactly {self.block_bytes}"
+            raise ValueError(msg)
+        return array
+
+
+def _seconds(wait: float) -> float:
+    """Return a wait, checked."""
+    if not wait >= 0:  # NaN is not
+        msg = f"wait must be seconds, 0 or more, found {wait!r}"
+        raise ValueError(msg)
+    return wait

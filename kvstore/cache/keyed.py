@@ -1,0 +1,343 @@
+"""Blocks under keys of their callers: the owned tier of a prefix cache, asked by key.
+
+Each block is the end of a chain of parents. Blocks without parents are chains of one, so that
+leaf-first eviction is plain LRU; with parents it takes a tree from its leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import KEY_BYTES, BlockKey
+from kvstore.cache.keys import GROUP, KEYS_ROOT, KeyChain, NamedBlock
+from kvstore.cache.opened import OpenStore
+from kvstore.cache.owner import OwnedSsd
+from kvstore.errors import StoreError
+from kvstore.frame import FrameFormat, Header
+from kvstore.index import KeyedIndex, Segment
+from kvstore.policy.lru import Lru
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
+
+Bytes = NDArray[np.uint8]
+"""A block's bytes, uint8 ``[block_bytes]``."""
+_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
+
+
+@dataclass(slots=True)
+class _Pin:
+    """A key that callers protect."""
+
+    segment: Segment
+    """What ends with its block; dead once a bad block was discarded."""
+    count: int
+
+
+class KeyedBlocks(OpenStore):
+    """The state behind every opening of one store of keyed blocks.
+
+    Invariants:
+        A key has one block and one parent: who comes second finds it there.
+    """
+
+    def __init__(self, *, frame_format: FrameFormat, ssd: SsdTier) -> None:
+        self._index = KeyedIndex(Lru[Segment]())
+        self._pins: dict[BlockKey, _Pin] = {}
+        self._putting = threading.Lock()
+        """Held from the look whether keys are known until they are queued. Before any other."""
+        super().__init__(
+            frame_format=frame_format,
+            ssd=ssd,
+            index=self._index,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+
+    # ---- where a block is; the caller holds the context's lock ---------------------------------
+
+    def _parent(self, key: BlockKey) -> BlockKey | None:
+        """Return the key of a block's parent, empty for a root's child, None if it is unknown."""
+        found = self._index.parents.get(key)
+        if found is not None or self.owned is None:
+            return found
+        queued = self.owned.queued_parent(key)
+        return BlockKey(b"") if queued == KEYS_ROOT[:KEY_BYTES] else queued
+
+    def _path(self, key: BlockKey) -> bytes:
+        """Return the keys from the root to a known block, end to end."""
+        keys: list[BlockKey] = []
+        above: BlockKey | None = key
+        while above:
+            keys.append(above)
+            above = self._parent(above)
+        return b"".join(reversed(keys))
+
+    def _segment(self, key: BlockKey) -> Segment:
+        """Return the segment that ends with a stored block."""
+        return self._index.settle(self._index.match(self._path(key)))
+
+    def _use(self, owned: OwnedSsd, keys: Sequence[BlockKey]) -> list[Segment]:
+        """Make stored blocks recent; return segments that together cover them."""
+        tick = self.context.next_sequence()
+        parents = {self._index.parents[key] for key in keys}
+        segments = []
+        for key in dict.fromkeys(keys):
+            if key not in parents:  # what hangs on a block protects it
+                segment = self._segment(key)
+                self._index.touch(segment, tick)
+                owned.note_use(key, tick)
+                segments.append(segment)
+        return segments
+
+    # ---- storing -------------------------------------------------------------------------------
+
+    def put(
+        self,
+        blocks: Sequence[NamedBlock],
+        sources: Sequence[Bytes],
+        parents: Sequence[NamedBlock | None],
+        wait: float,
+    ) -> list[bool]:
+        """Queue blocks that are not known yet; say of each whether it is stored or queued now."""
+        if self.owned is None:
+            self.context.count_drop("reader", len(blocks))
+            return [False] * len(blocks)
+        deadline = time.monotonic() + wait
+        if not self._putting.acquire(timeout=max(0.0, min(wait, threading.TIMEOUT_MAX))):
+            self.context.count_drop("queue_full", len(blocks))
+            return [False] * len(blocks)
+        try:
+            at = 0
+            while at < len(blocks):
+                at = self._put_chain(self.owned, blocks, sources, parents, at, deadline)
+            with self.context.lock:
+                known = [self._parent(block.key) is not None for block in blocks]
+        finally:
+            self._putting.release()
+        return known
+
+    def _put_chain(
+        self,
+        owned: OwnedSsd,
+        blocks: Sequence[NamedBlock],
+        sources: Sequence[Bytes],
+        parents: Sequence[NamedBlock | None],
+        at: int,
+        deadline: float,
+    ) -> int:
+        """Queue the blocks from ``at`` on that form a chain of new ones; return where it ends."""
+        with self.context.lock:
+            if self._parent(blocks[at].key) is not None:
+                self.metrics.present_blocks += 1
+                if blocks[at].key in self._index.parents:
+                    self._use(owned, [blocks[at].key])
+                return at + 1
+            parent = parents[at]
+            if parent is not None and self._parent(parent.key) is None:
+                self.context.count_drop("no_parent", 1)
+                return at + 1
+            seen = {blocks[at].key}
+            stop = at + 1
+            while stop < len(blocks) and _is_next(blocks, parents, stop):
+                key = blocks[stop].key
+                if key in seen or self._parent(key) is not None:
+                    break
+                seen.add(key)
+                stop += 1
+            above = b"" if parent is None else self._path(parent.key)
+        below = KEYS_ROOT if parent is None else parent.hash
+        chain = KeyChain(above, below, blocks[at:stop])
+
+        def encode(header: Header) -> bytearray:
+            number = header.number - chain.first
+            entries = {GROUP: sources[at + number].reshape(1, 1, -1)}
+            return self.format.encode(header, chain.blocks[number].words, entries, 0)
+
+        owned.store(
+            *(chain, _NAMESPACE, encode, chain.first),
+            wait=deadline - time.monotonic(),
+            ttl=None,
+            is_pinned=False,
+        )
+        return stop
+
+    # ---- reading -------------------------------------------------------------------------------
+
+    def get(self, blocks: Sequence[NamedBlock], targets: Sequence[Bytes]) -> list[bool]:
+        """Copy blocks to ``targets``, verified, each wholly or not at all; say which came."""
+        with self._reading(blocks) as wanted:
+            return self._read(blocks, targets, wanted)
+
+    @contextmanager
+    def _reading(self, blocks: Sequence[NamedBlock]) -> Iterator[list[int]]:
+        """Protect what is there of ``blocks`` while it is read; yields their places."""
+        owned = self.owned
+        if owned is None:
+            yield list(range(len(blocks)))
+            return
+        with self.context.lock:
+            wanted = [i for i, block in enumerate(blocks) if block.key in self._index.parents]
+            segments = self._use(owned, [blocks[i].key for i in wanted])
+            for segment in segments:
+                self._index.pin(segment)
+        try:
+            yield wanted
+        finally:
+            with self.context.lock:
+                for segment in segments:
+                    self._index.unpin(segment)
+
+    def _read(
+        self, blocks: Sequence[NamedBlock], targets: Sequence[Bytes], wanted: Sequence[int]
+    ) -> list[bool]:
+        good = [False] * len(blocks)
+        bad: list[tuple[NamedBlock, str]] = []
+        done = 0
+
+        def fault(i: int, frame: memoryview) -> str | None:
+            block = blocks[wanted[done + i]]
+            return self.format.fault(frame, block.hash, None, block.words)
+
+        def take(i: int, frame: memoryview) -> None:
+            place = wanted[done + i]
+            self.format.scatter(frame, {GROUP: targets[place].reshape(1, 1, -1)}, 0)
+            good[place] = True
+
+        began = time.perf_counter()
+        while done < len(wanted):
+            result = self.ssd.read([blocks[i].key for i in wanted[done:]], fault, take)
+            done += result.count
+            if result.fault is not None:
+                bad.append((blocks[wanted[done]], result.fault))
+                done += 1
+        for block, found in bad:  # now: what hangs on them was served, and goes with them
+            self._discard(block, found)
+        count = sum(good)
+        with self.context.lock:
+            self.metrics.lookups += 1
+            self.metrics.hit_blocks += count
+            self.metrics.missed_blocks += len(blocks) - count
+            self.metrics.read_bytes += count * self.format.frame_bytes
+            self.metrics.read_seconds += time.perf_counter() - began
+        return good
+
+    def _discard(self, block: NamedBlock, fault: str) -> None:
+        """Count a bad block and, as the owner, remove it and all that hangs on it."""
+        if self.owned is None and fault == "missing":
+            return  # never there, or evicted by the owner
+        with self.context.lock:
+            self.metrics.corrupt_blocks[fault] += 1
+            message = "block %s in %s is unusable (%s): a miss, and counted from here on"
+            name = block.key.hex()
+            self.metrics.say_once(f"corrupt {fault}", message, name, self.ssd.path, fault)
+            if self.owned is None or block.key not in self._index.parents:
+                return
+            chain = KeyChain(self._path(block.key), KEYS_ROOT, ())
+        self.owned.discard(chain, len(chain.path) // KEY_BYTES - 1)
+
+    def exists(self, blocks: Sequence[NamedBlock]) -> int:
+        """Return how many leading blocks are stored. Leaves no trace."""
+        keys = [block.key for block in blocks]
+        if self.owned is None:
+            try:
+                return self.ssd.known_run(keys)
+            except MEDIUM_ERRORS:
+                with self.context.lock:
+                    self.metrics.corrupt_blocks["io"] += 1
+                return 0
+        with self.context.lock:
+            parents = self._index.parents
+            return next((i for i, key in enumerate(keys) if key not in parents), len(keys))
+
+    # ---- protecting and removing ---------------------------------------------------------------
+
+    def pin(self, blocks: Sequence[NamedBlock]) -> list[bool]:
+        """Protect stored blocks, and what they hang on; say which are stored."""
+        owned = self.owner("pins")
+        with self.context.lock:
+            pinned = [block.key in self._index.parents for block in blocks]
+            self._use(
+                owned, [b.key for b, is_there in zip(blocks, pinned, strict=True) if is_there]
+            )
+            for block, is_there in zip(blocks, pinned, strict=True):
+                if is_there:
+                    self._pin(block.key)
+            return pinned
+
+    def _pin(self, key: BlockKey) -> None:
+        held = self._pins.get(key)
+        if held is None or not held.segment.is_live:
+            segment = self._segment(key)
+            self._index.pin(segment)
+            self._pins[key] = _Pin(segment, 1 + (held.count if held is not None else 0))
+        else:
+            held.count += 1
+
+    def unpin(self, blocks: Sequence[NamedBlock]) -> None:
+        """Give back one pin of each block; one that has none is left alone."""
+        self.owner("unpins")
+        with self.context.lock:
+            for block in blocks:
+                held = self._pins.get(block.key)
+                if held is None:
+                    continue
+                held.count -= 1
+                if not held.count:
+                    del self._pins[block.key]
+                    if held.segment.is_live:
+                        self._index.unpin(held.segment)
+
+    def delete(self, blocks: Sequence[NamedBlock]) -> int:
+        """Remove blocks and all that hangs on them, unless pinned; return how many went."""
+        owned = self.owner("deletes")
+        with self.context.lock:
+            is_waiting = any(owned.queued_parent(block.key) is not None for block in blocks)
+        if is_waiting:
+            owned.flush()
+        count = 0
+        for block in blocks:
+            with self.context.lock:
+                if block.key not in self._index.parents:
+                    continue
+                chain = KeyChain(self._path(block.key), KEYS_ROOT, ())
+            count += owned.discard(chain, len(chain.path) // KEY_BYTES - 1, force=False)
+        return count
+
+    def clear(self) -> int:
+        """Remove every block, pinned or not; return how many went."""
+        return self.owner("clears").clear(KEYS_ROOT)
+
+    # ---- telling -------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and sizes as plain JSON values."""
+        try:
+            ssd = self._ssd_sizes()
+        except MEDIUM_ERRORS as error:
+            msg = f"the store at {self.ssd.path} cannot be read: {error}"
+            raise StoreError(msg) from error
+        with self.context.lock:
+            return {
+                "path": str(self.ssd.path),
+                "role": "owner" if self.is_owner else "reader",
+                "block_bytes": self.format.payload_bytes,
+                "tiers": {"ssd": ssd},
+                "pinned_keys": len(self._pins),
+                "counters": self.metrics.as_dict(),
+                "alarms": self._alarms(ssd),
+            }
+
+
+def _is_next(
+    blocks: Sequence[NamedBlock], parents: Sequence[NamedBlock | None], number: int
+) -> bool:
+    """Say whether a block hangs on the one before it in the batch."""
+    parent = parents[number]
+    return parent is not None and parent.hash == blocks[number - 1].hash

@@ -1,0 +1,117 @@
+"""An open store as every kind of cache stands on it: one tier, its owner's side, and who may call.
+
+Whatever a cache is asked by, tokens or keys, this is the part that does not differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvstore.cache.context import Context
+from kvstore.cache.owner import OwnedSsd
+from kvstore.errors import StoreBusy, StoreError
+from kvstore.frame import FrameFormat
+from kvstore.index import PrefixIndex
+from kvstore.tier.ssd import SsdTier
+
+
+class OpenStore:
+    """A store directory that this process has open.
+
+    ``owned`` is None in a reader; then the medium itself says what is stored.
+
+    Threads: every public method may be called from any thread of the process that opened it.
+    """
+
+    def __init__(
+        self,
+        *,
+        frame_format: FrameFormat,
+        ssd: SsdTier,
+        index: PrefixIndex,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """Take over an open tier; as its owner, fill ``index`` from its records."""
+        self.format = frame_format
+        self.context = Context(clock, wall_clock)
+        self.metrics = self.context.metrics
+        self.ssd = ssd
+        self.owned: OwnedSsd | None = None
+        self._pid = os.getpid()
+        self._is_closed = False
+        if ssd.is_owner:
+            self.owned = OwnedSsd(self.context, ssd, frame_format, index, self._give_up_leases)
+
+    def _give_up_leases(self) -> None:
+        """Give up what only time protects, before anything is evicted."""
+
+    def _finish_background(self, *, is_last: bool) -> None:
+        """Let work in the background that offers blocks come to its end."""
+
+    @property
+    def is_owner(self) -> bool:
+        """Say whether this process writes."""
+        return self.owned is not None
+
+    def guard(self) -> None:
+        """Raise ``StoreError`` in a forked child or after ``close``."""
+        if os.getpid() != self._pid:
+            msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
+            raise StoreError(msg)
+        if self._is_closed:
+            msg = f"the store at {self.ssd.path} is closed"
+            raise StoreError(msg)
+
+    def owner(self, wish: str) -> OwnedSsd:
+        """Return the writing side, or raise ``StoreBusy`` naming what only an owner does."""
+        if self.owned is None:
+            msg = f"the store at {self.ssd.path} is open as a reader; only its owner {wish}"
+            raise StoreBusy(msg)
+        return self.owned
+
+    def flush(self) -> None:
+        """Return when every block accepted before survives power loss."""
+        self._finish_background(is_last=False)
+        if self.owned is not None:
+            self.owned.flush()
+
+    def close(self) -> None:
+        """Flush, stop the writer and let go of the files. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._finish_background(is_last=True)
+            if self.owned is not None:
+                self.owned.close()
+        finally:
+            self.ssd.close()
+
+    def abandon(self) -> None:
+        """In a forked child: drop the inherited files so that the child can open its own."""
+        self._is_closed = True
+        self.context.abandon()
+        self.ssd.abandon()
+
+    def _ssd_sizes(self) -> dict[str, Any]:
+        """Return how full the tier is, as plain JSON values."""
+        return {
+            "blocks": self.ssd.block_count,
+            "live_bytes": self.ssd.live_bytes,
+            "file_bytes": self.ssd.file_bytes,
+            "capacity_bytes": self.ssd.capacity_bytes,
+            "queued_blocks": self.owned.queued_blocks if self.owned is not None else 0,
+            "is_read_only": self.owned is None or self.owned.is_read_only,
+        }
+
+    def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
+        found = [] if self.owned is None else self.owned.alarms
+        if self.is_owner and ssd["file_bytes"] > ssd["capacity_bytes"]:
+            found.append(
+                f"the file takes {ssd['file_bytes']} bytes, more than ssd_bytes "
+                f"{ssd['capacity_bytes']}: it was larger before and does not shrink"
+            )
+        return found

@@ -1,0 +1,220 @@
+"""What a store is for, and who has it open: what every kind of cache opens a directory with.
+
+One directory is opened once in a process, however often it is asked for; a forked child lets go of
+what it inherited; a normal exit keeps what was accepted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.cache.opened import OpenStore
+from kvstore.errors import ConfigError, KVStoreError, StoreBusy, StoreError
+from kvstore.layout import LayerGroup, Layout
+from kvstore.tier import directory
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
+
+T = TypeVar("T", bound=OpenStore)
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
+
+
+def size_bytes(size: int | str, option: str) -> int:
+    """Return a size given as bytes or as text such as ``"4GiB"``. Raises ``ConfigError``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = float(max(-1, min(size, 2**63)))
+    else:
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+        if found is None or found[2] not in _UNITS:
+            msg = f"{option} must be bytes or a size such as '4GiB' or '500MB', found {size!r}"
+            raise ConfigError(msg)
+        value = float(found[1]) * _UNITS[found[2]]
+    if value < 0:
+        msg = f"{option} must not be negative, found {size!r}"
+        raise ConfigError(msg)
+    if value >= 2**63:
+        msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
+        raise ConfigError(msg)
+    return int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFormat:
+    """What a store is for, as its directory says."""
+
+    layout: Layout
+    """Its GLOBAL groups."""
+    block_tokens: int
+    key_bytes: int = 0
+    """Longest key of a store whose callers bring their own keys, 0 for one of tokens."""
+
+
+def format_text(layout: Layout, block_tokens: int, key_bytes: int = 0) -> str:
+    """Return the one line that says what a store is for. Equal text means equal frames."""
+    groups = [
+        {
+            "name": group.name,
+            "layers": list(group.layers),
+            "values": group.values,
+            "entry_format": group.entry_format,
+            "scale_rule": group.scale_rule,
+            "tokens_per_entry": group.tokens_per_entry,
+        }
+        for group in layout.global_groups
+    ]
+    text = {
+        "fingerprint": layout.fingerprint,
+        "block_tokens": block_tokens,
+        "groups": groups,
+    } | ({"key_bytes": key_bytes} if key_bytes else {})
+    return json.dumps(text, separators=(",", ":"))
+
+
+def parse_format(text: str) -> StoreFormat:
+    """Return what ``format_text`` wrote down.
+
+    Raises:
+        StoreError: if the text is damaged.
+    """
+    try:
+        found = json.loads(text)
+        groups = tuple(
+            LayerGroup(**{**group, "layers": tuple(group["layers"])}) for group in found["groups"]
+        )
+        layout = Layout(model="stored", groups=groups)
+        form = StoreFormat(layout, int(found["block_tokens"]), int(found.get("key_bytes", 0)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        msg = f"the store's VERSION file is damaged: {error!r}"
+        raise StoreError(msg) from error
+    if layout.fingerprint != found.get("fingerprint"):
+        msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"
+        raise StoreError(msg)
+    return form
+
+
+@dataclass(slots=True)
+class _Opened:
+    shared: OpenStore
+    count: int
+
+
+_opened: dict[tuple[int, int], _Opened] = {}
+"""Stores open in this process, by device and inode: LMDB must not open one twice."""
+_inherited: dict[tuple[int, int], OpenStore] = {}
+"""Stores that a forked child took over and must let go of before it opens its own."""
+_opening = threading.RLock()
+
+
+def take_over(directory_path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) -> T:
+    """Open the tier of a directory and build an open store on it, once more if it proves broken."""
+    for is_last in (False, True):
+        ssd, set_aside = open_ssd(directory_path, options)
+        try:
+            store = build(ssd)
+        except MEDIUM_ERRORS as error:
+            ssd.give_up()  # not closed cleanly: the next opening checks the whole tree
+            if ssd.is_owner and not is_last:
+                continue
+            msg = f"the store at {directory_path} cannot be read: {error}"
+            raise StoreError(msg) from error
+        except BaseException:
+            ssd.give_up()
+            raise
+        store.metrics.quarantined_stores += set_aside is not None
+        return store
+    raise AssertionError  # the second round returns or raises
+
+
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """Return where a store really lies: it stays there if the process or a link moves on."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
+        raise ConfigError(msg) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTier], T]) -> T:
+    """Return the opening of ``path`` in this process, making it with ``build`` if there is none.
+
+    Raises:
+        LayoutMismatch: if the store is for something else; it is left untouched.
+        StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
+        StoreError: if ``path`` is not a store, or a reader finds it broken.
+    """
+    with _opening:
+        known = _identity(path)
+        if known is not None and known in _opened:
+            directory.claim_format(
+                path, options.format_text
+            )  # another layout is refused here as well
+            opened = _opened[known]
+            assert isinstance(opened.shared, kind), "two kinds of store with one format"
+            if options.role == "owner" and not opened.shared.is_owner:
+                msg = (
+                    f"{path} is open as a reader in this process already; close that before opening "
+                    "it with role='owner'"
+                )
+                raise StoreBusy(msg)
+            opened.count += 1
+            opened.shared.metrics.shared_opens += 1
+            return opened.shared
+        if known is not None and known in _inherited:
+            _inherited.pop(known).ssd.forget()
+        shared = take_over(path, options, build)
+        made = _identity(path)
+        assert made is not None
+        _opened[made] = _Opened(shared, 1)
+        return shared
+
+
+def unshare(shared: OpenStore) -> None:
+    """Count one opening less; the last one closes the store."""
+    with _opening:
+        for key, opened in list(_opened.items()):
+            if opened.shared is shared:
+                opened.count -= 1
+                if opened.count:
+                    return
+                del _opened[key]
+        shared.close()
+
+
+def _after_fork() -> None:
+    """In a child: let go of every inherited store, so that the child can open its own."""
+    global _opening  # noqa: PLW0603 - the parent's lock may be held by a thread that is not here
+    _opening = threading.RLock()
+    for key, opened in _opened.items():
+        opened.shared.abandon()
+        _inherited[key] = opened.shared
+    _opened.clear()
+
+
+def _close_all() -> None:
+    """At a normal exit: keep what was accepted, also where nobody closed the cache."""
+    for opened in list(_opened.values()):
+        with suppress(KVStoreError):
+            opened.shared.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_close_all)

@@ -1,0 +1,42 @@
+"""Charts: well-formed, every point where its value belongs."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from bench.chart import Point, Scale, Series, chart
+
+
+def test_a_chart_is_xml_with_a_mark_for_each_point_and_each_series() -> None:
+    points = (Point(1, 2.0, 1.5, 2.5, "a <label>"), Point(3, 4.0, 4.0, 4.0))
+    text = chart([Series("one & only", points, is_line=True)], title="t", x_label="x", y_label="y")
+    root = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}circle")) == 3
+    assert len(root.findall(f"{space}polyline")) == 1
+    words = {node.text for node in root.findall(f"{space}text")}
+    assert {"one & only", "a <label>", "t", "x", "y"} <= words
+
+
+def test_a_scale_places_its_ends_and_labels_round_values() -> None:
+    linear = Scale(0, 10, 100, 200)
+    assert [linear.place(v) for v in (0, 5, 10)] == [100, 150, 200]
+    assert linear.ticks() == [0, 2, 4, 6, 8, 10]
+    by_powers = Scale(0.1, 10, 100, 200, is_log=True)
+    assert by_powers.place(1.0) == pytest.approx(150)
+    assert by_powers.ticks() == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_equal_values_still_make_a_chart(is_log: bool) -> None:
+    text = chart(
+        [Series("s", (Point(5, 5, 5, 5),))], title="t", x_label="x", y_label="y", is_log=is_log
+    )
+    assert "nan" not in text
+
+
+def test_no_point_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one point"):
+        chart([Series("s", ())], title="t", x_label="x", y_label="y")
