@@ -69,7 +69,7 @@ class TestSaving:
         saving.answer(128)
         assert saving.underway == 512
         saving.answer(512)
-        assert (saving.underway, saving.saved) == (None, 128)
+        assert saving == Saving(saved=128, _least=128)
 
     def test_the_end_of_a_request_does_not_wait_for_a_save_under_way(self) -> None:
         saving = Saving()

@@ -41,7 +41,7 @@ class Work:
     start: int
     stop: int
     blocks: BlockIds
-    hints: Hints = Hints()
+    hints: Hints = field(default_factory=Hints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

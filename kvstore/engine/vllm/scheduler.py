@@ -27,7 +27,7 @@ from kvstore.engine.paged import (
 )
 from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout
-from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, WorkerReport, Work
+from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
 from kvstore.hash import block_hashes, namespace_digest
@@ -279,8 +279,7 @@ class SchedulerSide:
         blocks = _block_ids(block_ids(request.request_id))
         if span is not None:
             self._saves.append(self._work(tracked, tokens[: span[1]], *span, blocks))
-        for stop in stops:
-            windows.append(self._work(tracked, tokens[:stop], 0, stop, blocks))
+        windows += [self._work(tracked, tokens[:stop], 0, stop, blocks) for stop in stops]
 
     def finish(self, request: Any, blocks: BlockIds) -> bool:
         """Stop following a request; return whether its blocks must be kept until workers say so."""

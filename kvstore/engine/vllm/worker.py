@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvstore.cache import Scope
 from kvstore.engine.paged import WindowPages, pages_of
 from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
-from kvstore.engine.vllm.messages import StepPlan, StoreStats, WorkerReport, Work
+from kvstore.engine.vllm.messages import StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import updated
 from kvstore.errors import StoreError
 
@@ -274,7 +274,7 @@ class WorkerSide:
         device = self._pages[self._engine.layers[0].name][0].device
         if device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 

@@ -16,7 +16,8 @@ def main(model: str, store: str, options: str, prompts: str) -> None:
     with engine(model, None if store == "-" else store, **json.loads(options)) as llm:
         for length, seed in json.loads(prompts):
             [(tokens, cached)] = ask(llm, [prompt(length, seed)])
-            print(json.dumps([list(tokens), cached]), flush=True)
+            sys.stdout.write(json.dumps([list(tokens), cached]) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_with_its_window_a_hit_answers_alike_and_without_it_is_shorter(
     model = save_model(tmp_path / kind, kind)
     with engine(model, enable_prefix_caching=False) as llm:
         cold = [tokens for tokens, _ in repeat(llm)]
-        longer = ask(llm, [prompt(900, seed=900) + list(cold[-1])])[0][0]
+        longer = ask(llm, [[*prompt(900, seed=900), *cold[-1]]])[0][0]
     with engine(model, tmp_path / "s") as llm:
         assert repeat(llm) == [(tokens, 0) for tokens in cold]
         hits = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
@@ -61,17 +61,19 @@ def test_with_its_window_a_hit_answers_alike_and_without_it_is_shorter(
     with engine(model, tmp_path / "s") as llm:
         assert repeat(llm) == [(tokens, 0) for tokens in cold], "windows survive no restart"
         assert repeat(llm) == list(zip(cold, hits, strict=True))
-        assert ask(llm, [prompt(900, seed=900) + list(cold[-1])])[0][0] == longer
+        assert ask(llm, [[*prompt(900, seed=900), *cold[-1]]])[0][0] == longer
 
 
-def test_a_window_goes_into_the_blocks_of_its_request_alone(tmp_path: Path) -> None:
+def test_a_window_goes_into_the_blocks_of_its_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A local hit shares sliding blocks with other requests: they keep every byte."""
     model = save_model(tmp_path / "gemma3", "gemma3")  # a window of 300 tokens: three pages
     ids = prompt(640, seed=5)
     with engine(model, enable_prefix_caching=False) as llm:
-        cold = ask(llm, [ids + [7]])[0][0]
+        cold = ask(llm, [[*ids, 7]])[0][0]
     with engine(model, tmp_path / "s") as llm:
-        ask(llm, [ids + [7]])
+        ask(llm, [[*ids, 7]])
         llm.reset_prefix_cache()
         ask(llm, [[*ids[:512], 9, 9]])
         worker = connectors(llm)[1].worker_side
@@ -93,8 +95,8 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(tmp_path: Path) -> N
                     assert bool((page[ids] == held).all())
             seen.append(work)
 
-        worker._put_back = watch
-        tokens, cached = ask(llm, [ids + [7]])[0]
+        monkeypatch.setattr(worker, "_put_back", watch)
+        tokens, cached = ask(llm, [[*ids, 7]])[0]
         assert (tokens, cached) == (cold, 640)
         assert [work.start for work in seen] == [512]
         assert not worker.faults._said

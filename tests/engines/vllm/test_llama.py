@@ -50,7 +50,7 @@ def cold(model: str) -> Answers:
     """What vLLM answers without any cache."""
     with engine(model, enable_prefix_caching=False) as llm:
         answers = {length: tokens for length, (tokens, _) in each(llm).items()}
-        shared = [length for length in range(100, 800, 100)]
+        shared = list(range(100, 800, 100))
         found = ask(llm, [prompt(length, seed=0) for length in shared])
         return answers | {
             -length: tokens for length, (tokens, _) in zip(shared, found, strict=True)
@@ -81,7 +81,9 @@ def test_every_length_hits_all_its_blocks_after_a_restart(
         assert not worker._awaited
 
 
-def test_a_load_begins_where_the_local_cache_ends(model: str, cold: Answers, filled: Path) -> None:
+def test_a_load_begins_where_the_local_cache_ends(
+    model: str, cold: Answers, filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks below are other requests' as well: not one byte of them changes."""
     with engine(model, filled) as llm:
         scheduler, worker = connectors(llm)
@@ -96,7 +98,7 @@ def test_a_load_begins_where_the_local_cache_ends(model: str, cold: Answers, fil
                 page[below] = 0x5A
             return start_load(work)
 
-        worker.worker_side._start_load = watch
+        monkeypatch.setattr(worker.worker_side, "_start_load", watch)
         found = ask(llm, [prompt(300, seed=0)], count=1)  # 256 of it are in the store
         assert found[0][1] == 256
         (work, _), *_ = loads
@@ -112,7 +114,9 @@ def test_a_load_begins_where_the_local_cache_ends(model: str, cold: Answers, fil
         assert kept
 
 
-def test_pages_of_32_tokens_with_blocks_of_128(model: str, cold: Answers, tmp_path: Path) -> None:
+def test_pages_of_32_tokens_with_blocks_of_128(
+    model: str, cold: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A local hit of 160 tokens ends inside a block of the store."""
     with engine(model, tmp_path / "s", block_size=32) as llm:
         assert ask(llm, [prompt(700, seed=0)]) == [(cold[-700], 0)]
@@ -123,7 +127,12 @@ def test_pages_of_32_tokens_with_blocks_of_128(model: str, cold: Answers, tmp_pa
         assert salted[0][1] == 128
         plans: list[StepPlan] = []
         load = worker.load
-        worker.load = lambda plan: (plans.append(plan), load(plan))
+
+        def watch(plan: StepPlan) -> None:
+            plans.append(plan)
+            load(plan)
+
+        monkeypatch.setattr(worker, "load", watch)
         # Locally there are 160 tokens of it: five pages.
         assert ask(llm, [prompt(500, seed=0)]) == [(cold[-500], 384)]
         assert [(w.start, w.stop) for plan in plans for w in plan.loads] == [(160, 384)]

@@ -16,7 +16,6 @@ from tests.engines import need
 
 need("vllm", "tests.engines.vllm.engine")
 
-import kvstore
 from tests.engines.vllm.engine import BLOCK, ask, engine, prompt, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -94,7 +93,9 @@ def test_workers_in_processes_and_a_kill_while_they_save(
     assert serve(model, store, options) == list(zip(cold, hits(), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("KVSTORE_SLOW") != "1", reason="minutes on two cores; set KVSTORE_SLOW=1"
+)
 def test_tensor_parallel_ranks_have_a_store_each_and_a_hit_is_the_least(
     model: str, cold: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
@@ -106,4 +107,3 @@ def test_tensor_parallel_ranks_have_a_store_each_and_a_hit_is_the_least(
     for path in (store / "rank-1-of-2").iterdir():
         path.unlink()
     assert serve(model, store, options) == [(tokens, 0) for tokens in cold]
-    assert kvstore.layout is not None
