@@ -49,12 +49,9 @@ VOCAB = 40_000
 def batch(case: str, turn: int) -> list[list[int]]:
     """Return the prompts of a turn, the same for both engines."""
     rng = np.random.default_rng([turn, case == "local"])
-    shared = np.random.default_rng(0).integers(0, VOCAB, SHARED_TOKENS) if case == "local" else []
-    return [
-        [int(token) for token in shared]
-        + rng.integers(0, VOCAB, PROMPT_TOKENS - len(shared)).tolist()
-        for _ in range(BATCH)
-    ]
+    count = SHARED_TOKENS if case == "local" else 0
+    shared = np.random.default_rng(0).integers(0, VOCAB, count).tolist()
+    return [shared + rng.integers(0, VOCAB, PROMPT_TOKENS - count).tolist() for _ in range(BATCH)]
 
 
 def serve(model: str, store: str) -> None:

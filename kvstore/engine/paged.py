@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvstore.block import ImageSpan
 from kvstore.errors import ConfigError
 
 LEAST_BLOCK_TOKENS = 128
@@ -161,6 +162,13 @@ class WindowPages:
         have given away those before the first needed one.
         """
         return max(self.first, floor) // page_tokens, self.stop // page_tokens
+
+
+def images_within(images: Collection[ImageSpan], tokens: int) -> tuple[ImageSpan, ...]:
+    """Return what of ``images`` lies in the first ``tokens`` tokens: a span may be cut short."""
+    return tuple(
+        replace(image, stop=min(image.stop, tokens)) for image in images if image.start < tokens
+    )
 
 
 def pages_of(page_ids: Sequence[int], page_tokens: int, start: int, stop: int) -> list[int]:

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import ConfigError
+from kvstore.block import BlockHash, ImageSpan
 from kvstore.engine.paged import (
     Hints,
     Saving,
     WindowPages,
     block_tokens_for,
+    images_within,
     longest_pooled,
     pages_of,
     settled_tokens,
@@ -23,6 +26,7 @@ from kvstore.engine.paged import (
     shard_of,
     window_boundaries,
 )
+from kvstore.hash import block_hashes
 
 B = 128
 
@@ -166,6 +170,16 @@ def test_the_pages_of_a_span() -> None:
     assert pages_of(ids, 32, 64, 128) == [7, 1]
     assert pages_of(ids, 32, 64, 129) == [7, 1, 5]
     assert pages_of(ids, 128, 128, 256) == [4]
+
+
+def test_images_of_the_first_tokens_make_the_same_blocks() -> None:
+    images = (ImageSpan(10, 300, b"a"), ImageSpan(400, 500, b"b"))
+    assert images_within(images, 257) == (ImageSpan(10, 257, b"a"),)
+    assert images_within(images, 600) == images
+    assert images_within(images, 10) == ()
+    ids, root = np.arange(600, dtype=np.uint32), BlockHash(b"r" * 32)
+    whole = block_hashes(root, ids, B, images)
+    assert block_hashes(root, ids[:257], B, images_within(images, 257)) == whole[:2]
 
 
 def test_a_window_has_to_be_in_every_ranks_pool() -> None:

@@ -7,6 +7,7 @@ and open the same folders: a worker owns the store of its rank, the scheduler re
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shards = sorted({shard_of(rank, replicas) for rank in range(ranks)})
             found = [store(rank, role="reader") for rank in shards]
             readers = [reader for reader in found if reader is not None]
+            if readers:  # salts and adapters share the generation of the weights
+                newest = max(reader.namespace.generation for reader in readers)
+                base = replace(base, generation=newest)
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 engine,
@@ -112,13 +116,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         else:
             rank = parallel.rank % ranks
-            writes = rank == shard_of(rank, replicas)
+            shard = shard_of(rank, replicas)
+            writes = rank == shard
             self._worker = WorkerSide(
                 engine,
-                store(shard_of(rank, replicas), role="auto" if writes else "reader"),
+                store(shard, role="auto") if writes else None,
                 base,
                 rank // replicas,
                 writes=writes,
+                open_late=lambda: None if writes else store(shard, role="reader"),
             )
 
     @property

@@ -21,6 +21,7 @@ from kvstore.cache import Scope
 from kvstore.engine.paged import (
     Hints,
     Saving,
+    images_within,
     longest_pooled,
     settled_tokens,
     window_boundaries,
@@ -56,6 +57,15 @@ class Tracked:
     """Leading tokens whose KV is final."""
     is_admitted: bool = False
     """Its next step is the first since it got blocks."""
+    is_loading: bool = False
+    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """All tokens that vLLM has accepted. They only ever grow."""
+        if len(self.ids) != self.request.num_tokens:
+            self.ids = np.array(self.request.all_token_ids[:], np.uint32)
+        return self.ids
 
 
 class SchedulerSide:
@@ -158,7 +168,7 @@ class SchedulerSide:
         return max(0, hit - local)
 
     def _hit(self, tracked: Tracked) -> int:
-        tokens = _tokens(tracked.request)
+        tokens = tracked.tokens
         probes = [scope.probe(tokens, images=tracked.images) for scope in tracked.scopes]
         hit = min(probe.hit_tokens for probe in probes)
         if hit and self._has_windows:
@@ -174,7 +184,7 @@ class SchedulerSide:
         root = namespace_digest(
             self._engine.layout.fingerprint, self._block_tokens, tracked.scopes[0].namespace
         )
-        images = [image for image in tracked.images if image.start < len(tokens)]
+        images = images_within(tracked.images, len(tokens))
         return block_hashes(root, tokens, self._block_tokens, images)
 
     def admit(self, request: Any, blocks: BlockIds, external: int) -> None:
@@ -186,15 +196,17 @@ class SchedulerSide:
         if not external:
             return
         start, stop = tracked.local, tracked.local + external
-        tokens = _tokens(request)[: stop + 1]
+        tokens = tracked.tokens[: stop + 1]
         tracked.saving.saved = max(
             tracked.saving.saved, stop // self._block_tokens * self._block_tokens
         )
         for scope in tracked.scopes:
             try:
-                scope.lookup(tokens, request.request_id, images=tracked.images)
+                images = images_within(tracked.images, len(tokens))
+                scope.lookup(tokens, request.request_id, images=images)
             except Exception as error:
                 self.faults.note("lookup", error)
+        tracked.is_loading = True
         self._loads.append(self._work(tracked, tokens, start, stop, blocks))
         self._counts["load_requests"] += 1
         self._counts["load_tokens"] += external
@@ -202,12 +214,11 @@ class SchedulerSide:
     def _work(
         self, tracked: Tracked, tokens: NDArray[np.uint32], start: int, stop: int, blocks: BlockIds
     ) -> Work:
-        images = tuple(image for image in tracked.images if image.stop <= len(tokens))
         return Work(
             request_id=tracked.request.request_id,
             namespace=tracked.namespace,
             tokens=tokens,
-            images=images,
+            images=images_within(tracked.images, len(tokens)),
             start=start,
             stop=stop,
             blocks=blocks,
@@ -275,7 +286,7 @@ class SchedulerSide:
         )
         if span is None and not stops:
             return
-        tokens = _tokens(request)
+        tokens = tracked.tokens
         blocks = _block_ids(block_ids(request.request_id))
         if span is not None:
             self._saves.append(self._work(tracked, tokens[: span[1]], *span, blocks))
@@ -291,11 +302,13 @@ class SchedulerSide:
                 scope.release(request.request_id)
             except Exception as error:
                 self.faults.note("release", error)
+        if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
+            return False
         span = None
         if tracked.hints.store:
             span = tracked.saving.finish(tracked.settled, self._block_tokens, len(self._readers))
         if span is not None:
-            tokens = _tokens(request)[: span[1]]
+            tokens = tracked.tokens[: span[1]]
             self._saves.append(self._work(tracked, tokens, *span, blocks))
         if tracked.saving.underway is None:
             return False
@@ -319,6 +332,7 @@ class SchedulerSide:
                     tracked.saving.saved = 0
         for request_id in received:
             if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.is_loading = False
                 for scope in tracked.scopes:
                     scope.release(request_id)
         for request_id in sent:
@@ -335,7 +349,7 @@ class SchedulerSide:
             self._tell_stored(tracked, before, tracked.saving.saved)
 
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
-        tokens = _tokens(tracked.request)[:stop]
+        tokens = tracked.tokens[:stop]
         hashes: list[Any] = list(self._hashes(tracked, tokens))
         first = start // self._block_tokens
         lora = tracked.request.lora_request
@@ -376,10 +390,6 @@ class SchedulerSide:
         counts = self._counts + self.faults.counts
         self._counts, self.faults.counts = Counter(), Counter()
         return StoreStats.of(counts)
-
-
-def _tokens(request: Any) -> NDArray[np.uint32]:
-    return np.array(request.all_token_ids[:], np.uint32)
 
 
 def _block_ids(lists: Sequence[Sequence[int]]) -> BlockIds:

@@ -46,7 +46,8 @@ class WorkerSide:
     """Loads and saves of one rank.
 
     ``store`` is None where it could not be opened: then everything is a miss. One rank of several
-    that hold the same bytes writes; the others read its store.
+    that hold the same bytes writes; the others read its store, which is there by the time of their
+    first load and then opened by ``open_late``.
 
     Threads: vLLM's model runner calls it from one.
     """
@@ -59,6 +60,7 @@ class WorkerSide:
         rank: int,
         *,
         writes: bool,
+        open_late: Callable[[], Scope | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -66,6 +68,7 @@ class WorkerSide:
         self._base = base
         self._rank = rank
         self._writes = writes
+        self._open_late = open_late
         self._clock = clock
         self._pages: dict[str, list[torch.Tensor]] = {}
         """vLLM's blocks of each layer, by group of the layout."""
@@ -125,6 +128,8 @@ class WorkerSide:
     def _start_load(self, work: Work) -> _Underway | None:
         """Return the load, or None if nothing that was promised is there any more."""
         if self._store is None:
+            self._store = self._open_late()
+        if self._store is None:
             return None
         needs_window = bool(self._engine.windows)
         scope = self._store.scope(work.namespace)
@@ -182,7 +187,7 @@ class WorkerSide:
         if plan.is_idle:
             self._wait_a_moment()
         for request_id, load in list(self._loads.items()):
-            if self._is_over(load):
+            if self._is_over(load) and request_id not in self._saves:
                 del self._loads[request_id]
                 self._end_load(load)
                 self._received.add(request_id)
@@ -209,21 +214,20 @@ class WorkerSide:
     def _is_over(self, underway: _Underway) -> bool:
         if underway.job.done:
             return True
-        if self._clock() < underway.deadline:
-            return False
-        return self._end(underway.job, underway.deadline)
+        if self._clock() >= underway.deadline and not underway.job.is_cancelled:
+            self._counts["overdue_jobs"] += 1
+            underway.job.is_cancelled = True  # not waited for: other requests go on
+        return underway.job.done
 
-    def _end(self, job: kvstore.Job, deadline: float) -> bool:
+    def _end(self, job: kvstore.Job, deadline: float) -> None:
         """Wait for a job, then cancel it: after that nothing touches vLLM's blocks."""
         if job.wait(max(0.0, deadline - self._clock())):
-            return True
+            return
         self._counts["overdue_jobs"] += 1
         try:
             job.cancel()
         except StoreError as error:
             self.faults.note("cancellation", error)
-            return False
-        return True
 
     def _end_load(self, load: _Underway) -> None:
         work, job = load.work, load.job

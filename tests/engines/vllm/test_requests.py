@@ -105,6 +105,7 @@ def test_new_weights_make_everything_a_miss_for_good(model: str, tmp_path: Path)
     ids = [prompt(300, seed=1)]
     with engine(model, tmp_path / "s") as llm:
         [(tokens, _)] = ask(llm, ids)
+        ask(llm, ids, salt="s")
         generation = connectors(llm)[1]._stores[0].namespace.generation
         assert llm.reset_prefix_cache(reset_connector=True)
         assert ask(llm, ids) == [(tokens, 0)]
@@ -114,6 +115,9 @@ def test_new_weights_make_everything_a_miss_for_good(model: str, tmp_path: Path)
     with engine(model, tmp_path / "s") as llm:
         # The new weights were in memory only, and the old blocks were given up.
         assert ask(llm, ids) == [(tokens, 0)]
+        assert ask(llm, ids, salt="s") == [(tokens, 0)]
+        llm.reset_prefix_cache()
+        assert ask(llm, ids, salt="s") == [(tokens, 256)]
 
 
 def test_preempted_requests_answer_alike(
