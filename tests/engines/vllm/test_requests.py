@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 import kvstore
+from kvstore.cache.jobs import Jobs
 from kvstore.engine.vllm import worker as worker_module
 from kvstore.engine.vllm.groups import engine_layout
 from kvstore.engine.vllm.messages import WorkerReport
@@ -129,7 +131,13 @@ def test_preempted_requests_answer_alike(
     with engine(model, tmp_path / "s", num_gpu_blocks_override=12, max_model_len=600) as llm:
         worker = connectors(llm)[1].worker_side
         seen: set[str] = set()
-        begin = worker.begin
+        begin, run_save = worker.begin, Jobs._save
+
+        def slow(jobs: Jobs, job: Job, save: Any) -> None:
+            time.sleep(0.05)  # a disk that is slower than the engine
+            run_save(jobs, job, save)
+
+        monkeypatch.setattr(Jobs, "_save", slow)
 
         def watch(plan: Any) -> None:
             seen.update(plan.preempted)
