@@ -42,16 +42,14 @@ SETTINGS = {
 }
 PROMPT_TOKENS, NEW_TOKENS, BATCH = 1024, 64, 2
 SHARED_TOKENS = PROMPT_TOKENS * 9 // 10
-VOCAB = 40_000
-"""Token ids are drawn below this: real ones of the demo's model."""
 
 
-def batch(case: str, turn: int) -> list[list[int]]:
-    """Return the prompts of a turn, the same for both engines."""
+def batch(case: str, turn: int, vocab: int) -> list[list[int]]:
+    """Return the prompts of a turn, the same for both engines: random ids below ``vocab``."""
     rng = np.random.default_rng([turn, case == "local"])
     count = SHARED_TOKENS if case == "local" else 0
-    shared = np.random.default_rng(0).integers(0, VOCAB, count).tolist()
-    return [shared + rng.integers(0, VOCAB, PROMPT_TOKENS - count).tolist() for _ in range(BATCH)]
+    shared = np.random.default_rng(0).integers(0, vocab, count).tolist()
+    return [shared + rng.integers(0, vocab, PROMPT_TOKENS - count).tolist() for _ in range(BATCH)]
 
 
 def serve(model: str, store: str) -> None:
@@ -156,10 +154,10 @@ def measure(model: str, pairs: int, folder: Path) -> dict[str, Any]:
     with engine(model, "") as plain, engine(model, str(folder / "store")) as kept:
         for case in ("none", "local"):
             for side in (plain, kept):
-                side.turn(batch(case, 10_000))  # warms up, and fills the prefix cache
+                side.turn(batch(case, 10_000, vocab))  # warms up, and fills the prefix cache
             ratios, plain_cost, kept_cost, cached = [], [], [], 0.0
             for turn in range(pairs):
-                prompts = batch(case, turn)
+                prompts = batch(case, turn, vocab)
                 order = (plain, kept) if turn % 2 == 0 else (kept, plain)
                 costs = {side: side.turn(prompts) for side in order}
                 mine, theirs = costs[kept], costs[plain]
