@@ -146,6 +146,8 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 def measure(model: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Return the ratios of every case."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    vocab = int(config["vocab_size"]) - 1
     found: dict[str, Any] = {
         "pairs": pairs,
         "prompt_tokens": PROMPT_TOKENS,
