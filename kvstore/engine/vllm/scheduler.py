@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,7 +230,7 @@ class SchedulerSide:
     def plan(
         self,
         scheduled: Iterable[tuple[str, int]],
-        preempted: Iterable[str],
+        preempted: Collection[str],
         block_ids: Callable[[str], Sequence[Sequence[int]]],
     ) -> StepPlan:
         """Return what the workers do in a step that runs ``scheduled`` tokens of each request.
@@ -245,8 +245,12 @@ class SchedulerSide:
         for request_id, count in scheduled:
             is_idle = False
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is None:
+                continue
+            try:
                 self._advance(tracked, count, block_ids, windows)
+            except Exception as error:
+                self.faults.note("plan", error)
         plan = StepPlan(
             loads=tuple(self._loads),
             saves=tuple(self._saves),
@@ -297,11 +301,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
-        for scope in tracked.scopes:
-            try:
-                scope.release(request.request_id)
-            except Exception as error:
-                self.faults.note("release", error)
+        self._release(tracked)
         if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
             return False
         span = None
@@ -315,6 +315,14 @@ class SchedulerSide:
         self._ending[request.request_id] = tracked
         self._awaited.add(request.request_id)
         return True
+
+    def _release(self, tracked: Tracked) -> None:
+        """Give back the leases of a request's lookups."""
+        try:
+            for scope in tracked.scopes:
+                scope.release(tracked.request.request_id)
+        except Exception as error:
+            self.faults.note("release", error)
 
     def take_report(
         self, report: WorkerReport | None, received: Iterable[str], sent: Iterable[str]
@@ -333,8 +341,7 @@ class SchedulerSide:
         for request_id in received:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.is_loading = False
-                for scope in tracked.scopes:
-                    scope.release(request_id)
+                self._release(tracked)
         for request_id in sent:
             self._ending.pop(request_id, None)
 

@@ -231,8 +231,11 @@ class WorkerSide:
 
     def _end_load(self, load: _Underway) -> None:
         work, job = load.work, load.job
-        if self._store is not None:
-            self._store.scope(work.namespace).release(work.request_id)
+        try:
+            if self._store is not None:
+                self._store.scope(work.namespace).release(work.request_id)
+        except Exception as error:
+            self.faults.note("release", error)
         loaded = max(work.start, job.loaded_tokens)
         if loaded == work.stop and load.window is not None:
             try:

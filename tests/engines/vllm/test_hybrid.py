@@ -82,17 +82,21 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(
 
         def watch(work: Work, window: Any) -> None:
             shared = {
-                layers.name: list(work.blocks[layers.index][: work.start // BLOCK])
+                layers.name: [b for b in work.blocks[layers.index][: work.start // BLOCK] if b]
                 for layers in worker._engine.windows
             }
             before = {
                 name: [page[ids].clone() for page in worker._pages[name]]
                 for name, ids in shared.items()
             }
+            for name, ids in shared.items():  # what is left alone is worth noticing
+                for page in worker._pages[name]:
+                    page[ids] = 0x5A
             put_back(work, window)
             for name, ids in shared.items():
                 for page, held in zip(worker._pages[name], before[name], strict=True):
-                    assert bool((page[ids] == held).all())
+                    assert bool((page[ids] == 0x5A).all())
+                    page[ids] = held
             seen.append(work)
 
         monkeypatch.setattr(worker, "_put_back", watch)
