@@ -122,7 +122,9 @@ def run(job: Job, folder: Path, name: str, *, kill_after: int | None = None) -> 
     if len(found) < len(job.prompts):
         tail = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
         sys.exit(f"engine {name} answered {len(found)} of {len(job.prompts)} prompts:\n{tail}")
-    return [Answer(tuple(line["tokens"]), line["cached"]) for line in found]
+    answers = [Answer(tuple(line["tokens"]), line["cached"]) for line in found]
+    print(f"{name}: {sum(a.cached for a in answers)} tokens cached", file=sys.stderr)
+    return answers
 
 
 def real_prompts(model: str, count: int) -> list[list[int]]:
@@ -145,33 +147,31 @@ def real_prompts(model: str, count: int) -> list[list[int]]:
 def change(store: Path, which: Callable[[int], bool], make: Callable[..., bytearray]) -> int:
     """Replace frames of the blocks whose number is wanted; return how many."""
     from kvstore.opening import parse_format
+    from kvstore.tier.directory import read_format
 
-    folder = store / FOLDER
-    found = parse_format((folder / "VERSION").read_text(encoding="utf-8"))
-    layout, block_tokens = found.layout, found.block_tokens
-    frame_format = FrameFormat(layout, block_tokens)
-    puts = []
+    folder, count = store / FOLDER, 0
+    found = parse_format(read_format(folder))
+    frame_format = FrameFormat(found.layout, found.block_tokens)
     with kvstore.PrefixCache.open(
         folder,
-        layout=layout,
+        layout=found.layout,
         namespace=kvstore.Namespace(model="none"),
-        block_tokens=block_tokens,
+        block_tokens=found.block_tokens,
         role="owner",
     ) as cache:
         ssd = cache._shared.ssd  # noqa: SLF001 - damage is nothing that a cache offers
-        records = sorted(ssd.records())
-        frames = {key: ssd.frame(key) for key, _ in records}
-        keys = [key for key, _ in records]
-        for place, (key, record) in enumerate(records):
-            mine, other = frames[key], frames[keys[place - 1]]
+        records = dict(ssd.records())
+        keys = sorted(records)
+        for place, key in enumerate(keys):
+            mine, other = ssd.frame(key), ssd.frame(keys[place - 1])
             header = frame_format.header(memoryview(mine or b""))
             if mine is None or other is None or header is None or not which(header.number):
                 continue
             frame = make(frame_format, mine, other)
-            changed = dataclasses.replace(record, page=0, head_sum=head_sum(frame))
-            puts.append(Put(key, changed, frame))
-        ssd.put(puts)
-    return len(puts)
+            changed = dataclasses.replace(records[key], page=0, head_sum=head_sum(frame))
+            ssd.put([Put(key, changed, frame)])
+            count += 1
+    return count
 
 
 def damage(_format: FrameFormat, mine: bytes, _other: bytes) -> bytearray:
