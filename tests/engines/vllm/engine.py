@@ -160,4 +160,8 @@ def ask(
         for ids in prompts
     ]
     outputs = llm.generate(asked, params, use_tqdm=False, lora_request=lora)
+    if (
+        kv_transfer_state.has_kv_transfer_group()
+    ):  # what was saved can be found when it is committed
+        kv_transfer_state.get_kv_transfer_group().worker_side.flush()
     return [(tuple(out.outputs[0].token_ids), out.num_cached_tokens or 0) for out in outputs]
