@@ -118,8 +118,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-def test_an_environment_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_built_once_under_another_name(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(environments, "build", lambda lock, place: places.append(place.name))
     place = ensure(LOCK, cache)
+    [built] = places
+    assert built.startswith(f"building-{LOCK.name}-")
     assert place == cache / LOCK.name
     assert [path.name for path in cache.iterdir()] == [LOCK.name]
     os.utime(place, (0, 0))
