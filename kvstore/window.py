@@ -141,6 +141,11 @@ class WindowPool:
             self._drop(key, held)
             self.expired += 1
 
+    def keys(self) -> frozenset[BlockHash]:
+        """Return the prefixes whose window is here, for those who decide in another process."""
+        self.expire()
+        return frozenset(self._held)
+
     def clear(self, owner: BlockHash) -> None:
         """Drop every snapshot of one namespace."""
         for key, held in [item for item in self._held.items() if item[1].owner == owner]:

@@ -345,6 +345,15 @@ class Scope:
             self._shared.count_replay(rows)
         return self._shared.put_window(prefix, snapshot, is_replayed=is_replayed)
 
+    def pooled_windows(self) -> frozenset[bytes]:
+        """Return the hashes of all prefixes, of any namespace, whose window is pooled here.
+
+        For a scheduler in another process, which cannot ask ``lookup`` for a window. What is in it
+        may be evicted a moment later.
+        """
+        self._shared.guard()
+        return self._shared.pooled_windows()
+
     def window(self, match: Match, hook: ReplayHook | None = None) -> WindowSnapshot:
         """Return the window of one match; see ``windows``."""
         return self.windows([(match, hook)])[0]

@@ -491,6 +491,11 @@ class SharedTiers(OpenStore):
             key = prefix.hash_at(snapshot.stop)
             return self.window.put(key, snapshot, owner=prefix.root, is_replayed=is_replayed)
 
+    def pooled_windows(self) -> frozenset[BlockHash]:
+        """Return the hash of every prefix whose window the pool holds."""
+        with self.context.lock:
+            return self.window.keys()
+
     def count_replay(self, tokens: int) -> None:
         """Count a hit whose window an engine rebuilds."""
         with self.context.lock:

@@ -1,0 +1,300 @@
+"""``KVStoreConnector``: vLLM's interface in front of the scheduler's side and the worker's side.
+
+vLLM makes two of them, one in the scheduler and one in each worker. Both describe the engine alike
+and open the same folders: a worker owns the store of its rank, the scheduler reads all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import kvstore
+from kvstore.engine.paged import shard_name, shard_of
+from kvstore.engine.vllm.faults import log
+from kvstore.engine.vllm.groups import engine_layout
+from kvstore.engine.vllm.messages import StepPlan, StoreStats, WorkerReport
+from kvstore.engine.vllm.options import Options, base_namespace, check_supported
+from kvstore.engine.vllm.scheduler import SchedulerSide
+from kvstore.engine.vllm.worker import WorkerSide
+from kvstore.errors import KVStoreError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps the prefix cache of a vLLM engine in a store on SSD, across restarts.
+
+    Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``.
+
+    Raises:
+        ConfigError: for other options, pipeline or context parallelism, or a kind of KV cache that
+            cannot be described. A store that cannot be opened is logged, and every lookup misses.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = Options.of(transfer.kv_connector_extra_config)
+        check_supported(vllm_config)
+        base = base_namespace(vllm_config, options.tenant, kv_cache_config.kv_cache_layout)
+        engine = engine_layout(kv_cache_config, vllm_config.model_config.hf_config.model_type)
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        replicas = ranks if engine.is_replicated else kv_cache_config.kv_tp_replicas
+        self._stores: list[kvstore.PrefixCache] = []
+
+        def store(rank: int, **rights: Any) -> kvstore.PrefixCache | None:
+            folder = Path(options.path) / shard_name(rank, ranks)
+            try:
+                opened = kvstore.PrefixCache.open(
+                    folder,
+                    layout=engine.layout,
+                    namespace=base,
+                    block_tokens=engine.block_tokens,
+                    ssd_bytes=options.ssd_bytes,
+                    window_bytes=options.window_bytes,
+                    device_bytes=0,
+                    **rights,
+                )
+            except KVStoreError as error:
+                log.error("nothing is loaded from %s, and nothing stored there: %s", folder, error)
+                return None
+            self._stores.append(opened)
+            return opened
+
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            if transfer.kv_load_failure_policy != "recompute":
+                log.warning(
+                    "kv_load_failure_policy is %r: a block that cannot be read fails its request; "
+                    "set it to 'recompute'",
+                    transfer.kv_load_failure_policy,
+                )
+            shards = sorted({shard_of(rank, replicas) for rank in range(ranks)})
+            found = [store(rank, role="reader") for rank in shards]
+            readers = [reader for reader in found if reader is not None]
+            if readers:  # salts and adapters share the generation of the weights
+                newest = max(reader.namespace.generation for reader in readers)
+                base = replace(base, generation=newest)
+            events = vllm_config.kv_events_config
+            self._scheduler = SchedulerSide(
+                engine,
+                readers if len(readers) == len(shards) else (),
+                base,
+                options.tenant,
+                sends_events=events is not None and events.enable_kv_cache_events,
+            )
+        else:
+            rank = parallel.rank % ranks
+            shard = shard_of(rank, replicas)
+            writes = rank == shard
+            self._worker = WorkerSide(
+                engine,
+                store(shard, role="auto") if writes else None,
+                base,
+                rank // replicas,
+                writes=writes,
+                open_late=lambda: None if writes else store(shard, role="reader"),
+            )
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """What decides, in the connector of the scheduler."""
+        assert self._scheduler is not None, "a worker's connector decides nothing"
+        return self._scheduler
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """What copies, in the connector of a worker."""
+        assert self._worker is not None, "the scheduler's connector has no KV cache"
+        return self._worker
+
+    @property
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    # ---- worker --------------------------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take vLLM's KV tensors."""
+        self.worker_side.register(kv_caches)
+
+    @override
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Let go of blocks that this step gives to other requests."""
+        assert isinstance(kv_connector_metadata, StepPlan)
+        self.worker_side.begin(kv_connector_metadata)
+
+    @override
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Start the loads of this step."""
+        self.worker_side.load(self._plan)
+
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no step reads a block before its load is reported."""
+
+    @override
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: blocks are saved when all layers have run."""
+
+    @override
+    def wait_for_save(self) -> None:
+        """Start the saves of this step; vLLM keeps their blocks until they are reported."""
+        self.worker_side.save(self._plan)
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose saves, and whose loads, are over."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    @override
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose saves and loads are over, and those whose load failed."""
+        sent, received, failed = self.worker_side.finished(self._plan)
+        return KVConnectorTransferResults(sent, received, failed)
+
+    @override
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that loads did not fill."""
+        return self.worker_side.take_invalid_blocks()
+
+    @override
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return what the scheduler's connector has to know."""
+        return self.worker_side.take_report()
+
+    @override
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call."""
+        side = self._worker if self._worker is not None else self.scheduler_side
+        stats = side.stats()
+        return None if stats.is_empty() else stats
+
+    @override
+    def shutdown(self) -> None:
+        """Finish what is under way and close the stores."""
+        if self._worker is not None:
+            self._worker.close()
+        for opened in self._stores:
+            opened.close()
+
+    # ---- scheduler -----------------------------------------------------------------------------
+
+    @property
+    @override
+    def requires_kv_delivery(self) -> bool:
+        """A cache may drop a save: it is a later miss."""
+        return False
+
+    @override
+    def on_new_request(self, request: Request) -> None:
+        """Begin to follow a request."""
+        self.scheduler_side.add(request)
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones can be loaded, between steps."""
+        count = self.scheduler_side.matched(request, num_computed_tokens)
+        return count, count > 0
+
+    @override
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Take note of a request's blocks, and load into them what vLLM expects."""
+        ids = tuple(tuple(group) for group in blocks.get_block_ids())
+        self.scheduler_side.admit(request, ids, num_external_tokens)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """Return what the workers do in this step."""
+        state = scheduler_output.kv_connector_block_state
+        return self.scheduler_side.plan(
+            scheduler_output.num_scheduled_tokens.items(),
+            scheduler_output.preempted_req_ids or (),
+            state.resolve_block_ids,
+        )
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take in what the workers did."""
+        report: KVConnectorWorkerMetadata | None = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, WorkerReport)
+        self.scheduler_side.take_report(
+            report, connector_output.finished_recving or (), connector_output.finished_sending or ()
+        )
+
+    @override
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether vLLM must keep the blocks of a finished request, without the hybrid manager."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @override
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether vLLM must keep the blocks of a finished request."""
+        ids = tuple(tuple(group) for group in block_ids)
+        return self.scheduler_side.finish(request, ids), None
+
+    @override
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the KV events since the last call."""
+        return self.scheduler_side.take_events()
+
+    @override
+    def reset_cache(self) -> bool:
+        """Forget everything stored, as after a weight update."""
+        self.scheduler_side.reset()
+        return True
+
+    @override
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return counters that were sent as plain data."""
+        return StoreStats(data={} if data is None else data)

@@ -1,0 +1,210 @@
+"""vLLM's KV cache groups as a layout, and its tensors as entries of that layout.
+
+An entry is one of vLLM's blocks of one layer, with the bytes as they are. Inside a block only vLLM's
+kernels know their way: on a CPU all keys come before all values and are packed for vector registers,
+DeepSeek-V4.1 keeps FP4 values apart from their scales, and both change with versions and machines. So
+nothing is cut inside a block, and whatever decides the order of bytes is part of the identity.
+
+Exactly the groups that vLLM marks prefix-cacheable are kept; it replays the others by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvstore.engine.paged import block_tokens_for
+from kvstore.errors import ConfigError, LayoutMismatch
+from kvstore.layout import LayerGroup, Layout, Lifetime
+
+KINDS: Mapping[type[KVCacheSpec], str] = {
+    FullAttentionSpec: "kv",
+    SlidingWindowSpec: "kv_window",
+    MLAAttentionSpec: "latent",
+}
+"""Names of the layout's groups, by what vLLM caches. Subclasses of these are other things."""
+WHOLE_IN_PAGE = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR, KVQuantMode.NVFP4_DS_MLA)
+"""Quantisation that keeps no scales outside the blocks, other than those of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLayers:
+    """Layers that share a block table and have blocks of one shape."""
+
+    index: int
+    """Number of the KV cache group that owns the block table."""
+    page_tokens: int
+    """Tokens of one of the engine's blocks."""
+    page_bytes: int
+    """Bytes of one of the engine's blocks of one layer."""
+    layer_names: tuple[str, ...]
+    """vLLM's names, in the order of the layout's layer ids."""
+    name: str
+    """The layout's group."""
+    is_window: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """How one rank of an engine keeps what a store keeps."""
+
+    layout: Layout
+    block_tokens: int
+    layers: tuple[PagedLayers, ...]
+    group_count: int
+    """KV cache groups of the engine, stored or not: lists in its block tables."""
+    is_replicated: bool
+    """Whether every tensor-parallel rank holds the same bytes."""
+
+    @property
+    def windows(self) -> tuple[PagedLayers, ...]:
+        """The sliding layers whose windows vLLM cannot rebuild."""
+        return tuple(layers for layers in self.layers if layers.is_window)
+
+
+def engine_layout(config: KVCacheConfig, model: str) -> EngineLayout:
+    """Return how an engine with the KV cache ``config`` keeps what a store keeps.
+
+    Raises:
+        ConfigError: naming the layers whose cache this version cannot keep.
+    """
+    parts = [
+        (index, names, spec, _kind(names, spec))
+        for index in config.prefix_cacheable_group_ids
+        for names, spec in _alike(config.kv_cache_groups[index])
+    ]
+    kinds = [kind for *_, kind in parts]
+    windows = {spec.sliding_window for _, _, spec, kind in parts if kind == "kv_window"}
+    if len(windows) > 1:
+        msg = f"layers with sliding windows of {sorted(windows)} tokens, expected one size for all"
+        raise ConfigError(msg)
+    layers, groups = [], []
+    for number, (index, names, spec, kind) in enumerate(parts):
+        name = kind if kinds.count(kind) == 1 else f"{kind}.{kinds[:number].count(kind)}"
+        paged = PagedLayers(
+            index=index,
+            page_tokens=spec.block_size,
+            page_bytes=spec.unpadded_page_size_bytes,
+            layer_names=names,
+            name=name,
+            is_window=kind == "kv_window",
+        )
+        layers.append(paged)
+        groups.append(
+            LayerGroup(
+                name=name,
+                layers=tuple(extract_layer_index(layer) for layer in names),
+                values=paged.page_bytes,
+                entry_format="u8",
+                tokens_per_entry=paged.page_tokens,
+                lifetime=Lifetime.WINDOW if paged.is_window else Lifetime.GLOBAL,
+            )
+        )
+    tokens = {part.page_tokens for part in layers}
+    return EngineLayout(
+        layout=Layout(model=model, groups=tuple(groups), window_tokens=max(windows, default=0)),
+        block_tokens=block_tokens_for(tokens | {config.cache_hit_alignment_tokens or 1}),
+        layers=tuple(layers),
+        group_count=len(config.kv_cache_groups),
+        is_replicated=set(kinds) == {"latent"},
+    )
+
+
+def _alike(group: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """Split a KV cache group into layers of one spec, each layer id once."""
+    spec = group.kv_cache_spec
+    each = (
+        spec.kv_cache_specs
+        if isinstance(spec, UniformTypeKVCacheSpecs)
+        else dict.fromkeys(group.layer_names, spec)
+    )
+    parts: list[tuple[KVCacheSpec, dict[int, str]]] = []
+    for name in group.layer_names:
+        layer = extract_layer_index(name)
+        part = next((p for s, p in parts if s == each[name] and layer not in p), None)
+        if part is None:
+            part = {}
+            parts.append((each[name], part))
+        part[layer] = name
+    return [(tuple(part[layer] for layer in sorted(part)), one) for one, part in parts]
+
+
+def _kind(names: Sequence[str], spec: Any) -> str:
+    """Return the kind of a spec. Raises ``ConfigError`` for what cannot be kept."""
+    kind = KINDS.get(type(spec))
+    what = ""
+    if kind is None:
+        what = type(spec).__name__
+    elif spec.kv_quant_mode not in WHOLE_IN_PAGE:
+        what = f"a KV cache quantised as {spec.kv_quant_mode.name}"
+    elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
+        what = "attention in chunks"
+    if kind is None or what:
+        msg = (
+            f"layer {names[0]} uses {what}, expected full or sliding attention, or MLA, with scales "
+            "in its blocks or in the weights; serve this model without the connector"
+        )
+        raise ConfigError(msg)
+    return kind
+
+
+def page_views(layers: PagedLayers, caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the registered KV ``caches`` of some layers as entries.
+
+    Shapes:
+        each uint8 ``[blocks, 1, page_bytes]``, a view of vLLM's memory.
+
+    Raises:
+        LayoutMismatch: if a tensor is not what its spec announced.
+    """
+    return [_page_view(layers, name, caches) for name in layers.layer_names]
+
+
+def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    cache = caches.get(name)
+    if cache is None:
+        msg = f"vLLM registered no KV cache for layer {name}, found {sorted(caches)[:4]} ..."
+        raise LayoutMismatch(msg)
+    size = cache[0].nbytes
+    # A block may be cut into kernel blocks: rows of the tensor that follow each other.
+    parts = layers.page_bytes // size if size else 0
+    stride = cache.stride(0) * cache.itemsize
+    is_whole = parts * size == layers.page_bytes and len(cache) % max(1, parts) == 0
+    if not (is_whole and _is_dense(cache[0]) and (parts == 1 or stride == size)):
+        msg = (
+            f"KV cache of {name}: found {cache.dtype} {list(cache.shape)} with strides "
+            f"{list(cache.stride())}, expected blocks of {layers.page_bytes} bytes without holes; "
+            "this vLLM orders its KV cache in a way that this version does not know"
+        )
+        raise LayoutMismatch(msg)
+    flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    flat.set_(
+        cache.untyped_storage(),
+        cache.storage_offset() * cache.itemsize,
+        (len(cache) // parts, 1, layers.page_bytes),
+        (stride * parts, layers.page_bytes, 1),
+    )
+    return flat
+
+
+def _is_dense(block: torch.Tensor) -> bool:
+    """Say whether a tensor fills the memory that it spans, in whatever order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,403 @@
+"""The connector in vLLM's scheduler: decides what is loaded and saved, and touches no KV.
+
+It reads the stores of all ranks and never writes one. A hit is what every rank has.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
+
+import kvstore
+from kvstore.block import BlockHash, ImageSpan
+from kvstore.cache import Scope
+from kvstore.engine.paged import (
+    Hints,
+    Saving,
+    images_within,
+    longest_pooled,
+    settled_tokens,
+    window_boundaries,
+)
+from kvstore.engine.vllm.faults import Faults
+from kvstore.engine.vllm.groups import EngineLayout
+from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
+from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
+from kvstore.errors import ConfigError
+from kvstore.hash import block_hashes, namespace_digest
+
+HINTS = "kvstore"
+"""Key of a request's hints in its ``kv_transfer_params``."""
+MEDIUM = "DISK"
+"""Where KV events say that blocks are."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What the scheduler's side knows of one request."""
+
+    request: Any
+    scopes: tuple[Scope, ...]
+    """The stores of all ranks as this request's namespace sees them."""
+    namespace: kvstore.Namespace
+    images: tuple[ImageSpan, ...]
+    hints: Hints
+    may_load: bool
+    saving: Saving = field(default_factory=Saving)
+    local: int = 0
+    """Leading tokens that vLLM had itself when it asked last."""
+    settled: int = 0
+    """Leading tokens whose KV is final."""
+    is_admitted: bool = False
+    """Its next step is the first since it got blocks."""
+    is_loading: bool = False
+    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """All tokens that vLLM has accepted. They only ever grow."""
+        if len(self.ids) != self.request.num_tokens:
+            self.ids = np.array(self.request.all_token_ids[:], np.uint32)
+        return self.ids
+
+
+class SchedulerSide:
+    """Plans loads and saves of every request, step by step.
+
+    Threads: vLLM's scheduler calls it from one.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLayout,
+        readers: Sequence[Scope],
+        base: kvstore.Namespace,
+        tenant: str,
+        *,
+        sends_events: bool,
+    ) -> None:
+        """Plan for an engine over the stores of its writing ranks, one reader each."""
+        self._engine = engine
+        self._readers = tuple(readers)
+        self._base = base
+        self._tenant = tenant
+        self._sends_events = sends_events
+        self._block_tokens = engine.block_tokens
+        self._has_windows = bool(engine.windows)
+        self._tracked: dict[str, Tracked] = {}
+        self._ending: dict[str, Tracked] = {}
+        """Finished requests whose blocks vLLM keeps until workers let go of them."""
+        self._adapters: dict[tuple[int, str, str], str] = {}
+        self._pools: dict[int, frozenset[bytes]] = {}
+        self._loads: list[Work] = []
+        self._saves: list[Work] = []
+        self._awaited: set[str] = set()
+        self._update: str | None = None
+        self._events: list[KVCacheEvent] = []
+        self._counts: Counter[str] = Counter()
+        self.faults = Faults()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """Begin to follow a request, unless nothing of it can be stored."""
+        if not self._readers or request.prompt_embeds is not None:
+            return
+        try:
+            self._tracked[request.request_id] = self._track(request)
+        except Exception as error:
+            self.faults.note("request", error)
+
+    def _track(self, request: Any) -> Tracked:
+        wishes = (request.kv_transfer_params or {}).get(HINTS)
+        try:
+            hints = Hints.of(wishes)
+        except ConfigError as error:
+            self.faults.note("hint", error)
+            hints = Hints()
+        sampling = request.sampling_params
+        needs_every_row = sampling is not None and sampling.prompt_logprobs is not None
+        namespace = self._namespace(request)
+        scopes = tuple(reader.scope(namespace) for reader in self._readers)
+        return Tracked(
+            request=request,
+            scopes=scopes,
+            namespace=namespace,
+            images=tuple(
+                ImageSpan(
+                    item.mm_position.offset,
+                    item.mm_position.offset + item.mm_position.length,
+                    str(item.identifier).encode(),
+                )
+                for item in request.mm_features
+            ),
+            hints=hints,
+            may_load=not (needs_every_row or request.skip_reading_prefix_cache),
+        )
+
+    def _namespace(self, request: Any) -> kvstore.Namespace:
+        lora = request.lora_request
+        adapter = None
+        if lora is not None:
+            key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+            if key not in self._adapters:
+                self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path)
+            adapter = self._adapters[key]
+        return request_namespace(self._base, self._tenant, request.cache_salt, adapter)
+
+    def matched(self, request: Any, local: int) -> int:
+        """Return how many tokens beyond the ``local`` ones can be loaded. Without side effects."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return 0
+        tracked.local = local
+        if not tracked.may_load:
+            return 0
+        try:
+            hit = self._hit(tracked)
+        except Exception as error:
+            self.faults.note("lookup", error)
+            return 0
+        return max(0, hit - local)
+
+    def _hit(self, tracked: Tracked) -> int:
+        tokens = tracked.tokens
+        probes = [scope.probe(tokens, images=tracked.images) for scope in tracked.scopes]
+        hit = min(probe.hit_tokens for probe in probes)
+        if hit and self._has_windows:
+            pools = [self._pools.get(rank, frozenset()) for rank in range(len(self._readers))]
+            hashes = self._hashes(tracked, tokens[:hit])
+            blocks = longest_pooled(hashes, hit // self._block_tokens, pools)
+            self._counts["window_misses"] += blocks * self._block_tokens < hit
+            hit = blocks * self._block_tokens
+        return hit
+
+    def _hashes(self, tracked: Tracked, tokens: NDArray[np.uint32]) -> list[BlockHash]:
+        """Return the hash of each block, as the workers' stores name it."""
+        root = namespace_digest(
+            self._engine.layout.fingerprint, self._block_tokens, tracked.scopes[0].namespace
+        )
+        images = images_within(tracked.images, len(tokens))
+        return block_hashes(root, tokens, self._block_tokens, images)
+
+    def admit(self, request: Any, blocks: BlockIds, external: int) -> None:
+        """Take note that a request got ``blocks``; load ``external`` tokens beyond its local ones."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.is_admitted = True
+        if not external:
+            return
+        start, stop = tracked.local, tracked.local + external
+        tokens = tracked.tokens[: stop + 1]
+        tracked.saving.saved = max(
+            tracked.saving.saved, stop // self._block_tokens * self._block_tokens
+        )
+        for scope in tracked.scopes:
+            try:
+                images = images_within(tracked.images, len(tokens))
+                scope.lookup(tokens, request.request_id, images=images)
+            except Exception as error:
+                self.faults.note("lookup", error)
+        tracked.is_loading = True
+        self._loads.append(self._work(tracked, tokens, start, stop, blocks))
+        self._counts["load_requests"] += 1
+        self._counts["load_tokens"] += external
+
+    def _work(
+        self, tracked: Tracked, tokens: NDArray[np.uint32], start: int, stop: int, blocks: BlockIds
+    ) -> Work:
+        return Work(
+            request_id=tracked.request.request_id,
+            namespace=tracked.namespace,
+            tokens=tokens,
+            images=images_within(tracked.images, len(tokens)),
+            start=start,
+            stop=stop,
+            blocks=blocks,
+            hints=tracked.hints,
+        )
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        scheduled: Iterable[tuple[str, int]],
+        preempted: Collection[str],
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+    ) -> StepPlan:
+        """Return what the workers do in a step that runs ``scheduled`` tokens of each request.
+
+        ``block_ids`` gives the block table of a request of this step.
+        """
+        windows: list[Work] = []
+        is_idle = True
+        for request_id in preempted:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.settled = 0
+        for request_id, count in scheduled:
+            is_idle = False
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            try:
+                self._advance(tracked, count, block_ids, windows)
+            except Exception as error:
+                self.faults.note("plan", error)
+        plan = StepPlan(
+            loads=tuple(self._loads),
+            saves=tuple(self._saves),
+            windows=tuple(windows),
+            preempted=frozenset(preempted),
+            awaited=frozenset(self._awaited),
+            is_idle=is_idle,
+            update=self._update,
+        )
+        self._loads, self._saves = [], []
+        self._awaited = set()
+        self._update = None
+        return plan
+
+    def _advance(
+        self,
+        tracked: Tracked,
+        count: int,
+        block_ids: Callable[[str], Sequence[Sequence[int]]],
+        windows: list[Work],
+    ) -> None:
+        request = tracked.request
+        if tracked.is_admitted:
+            tracked.is_admitted = False
+            tracked.settled = request.num_computed_tokens
+        before = tracked.settled
+        tracked.settled = settled_tokens(request.num_tokens, request.num_computed_tokens, count)
+        if not tracked.hints.store:
+            return
+        span = tracked.saving.start(tracked.settled, self._block_tokens, len(self._readers))
+        stops = (
+            window_boundaries(
+                before, tracked.settled, request.num_prompt_tokens, self._block_tokens
+            )
+            if self._has_windows
+            else ()
+        )
+        if span is None and not stops:
+            return
+        tokens = tracked.tokens
+        blocks = _block_ids(block_ids(request.request_id))
+        if span is not None:
+            self._saves.append(self._work(tracked, tokens[: span[1]], *span, blocks))
+        windows += [self._work(tracked, tokens[:stop], 0, stop, blocks) for stop in stops]
+
+    def finish(self, request: Any, blocks: BlockIds) -> bool:
+        """Stop following a request; return whether its blocks must be kept until workers say so."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        self._release(tracked)
+        if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
+            return False
+        span = None
+        if tracked.hints.store:
+            span = tracked.saving.finish(tracked.settled, self._block_tokens, len(self._readers))
+        if span is not None:
+            tokens = tracked.tokens[: span[1]]
+            self._saves.append(self._work(tracked, tokens, *span, blocks))
+        if tracked.saving.underway is None:
+            return False
+        self._ending[request.request_id] = tracked
+        self._awaited.add(request.request_id)
+        return True
+
+    def _release(self, tracked: Tracked) -> None:
+        """Give back the leases of a request's lookups."""
+        try:
+            for scope in tracked.scopes:
+                scope.release(tracked.request.request_id)
+        except Exception as error:
+            self.faults.note("release", error)
+
+    def take_report(
+        self, report: WorkerReport | None, received: Iterable[str], sent: Iterable[str]
+    ) -> None:
+        """Take in what the workers did; ``received`` and ``sent`` are requests they are done with."""
+        if report is not None:
+            self._pools |= report.pooled
+            for request_id, ends in report.saved.items():
+                self._answered(request_id, ends)
+            for request_id in report.failed:
+                self._counts["load_failures"] += 1
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    # Asked again, the store would promise the same again.
+                    tracked.may_load = False
+                    tracked.saving.saved = 0
+        for request_id in received:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.is_loading = False
+                self._release(tracked)
+        for request_id in sent:
+            self._ending.pop(request_id, None)
+
+    def _answered(self, request_id: str, ends: Iterable[int]) -> None:
+        tracked = self._tracked.get(request_id) or self._ending.get(request_id)
+        if tracked is None:
+            return
+        before = tracked.saving.saved
+        for end in ends:
+            tracked.saving.answer(end)
+        if tracked.saving.saved > before and self._sends_events:
+            self._tell_stored(tracked, before, tracked.saving.saved)
+
+    def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
+        tokens = tracked.tokens[:stop]
+        hashes: list[Any] = list(self._hashes(tracked, tokens))
+        first = start // self._block_tokens
+        lora = tracked.request.lora_request
+        self._events.append(
+            BlockStored(
+                block_hashes=hashes[first:],
+                parent_block_hash=hashes[first - 1] if first else None,
+                token_ids=tokens[start:].tolist(),
+                block_size=self._block_tokens,
+                lora_id=None if lora is None else lora.lora_int_id,
+                medium=MEDIUM,
+                lora_name=None if lora is None else lora.lora_name,
+            )
+        )
+
+    # ---- the rest ------------------------------------------------------------------------------
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the KV events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Forget everything stored: the model has other weights now, or is about to."""
+        nonce = secrets.token_hex(8)
+        self._base = updated(self._base, nonce)
+        self._update = nonce
+        self._pools = {}
+        for tracked in self._tracked.values():
+            tracked.namespace = self._namespace(tracked.request)
+            tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
+            tracked.saving = Saving()
+        if self._sends_events:
+            self._events.append(AllBlocksCleared())
+
+    def stats(self) -> StoreStats:
+        """Return what was counted since the last call."""
+        counts = self._counts + self.faults.counts
+        self._counts, self.faults.counts = Counter(), Counter()
+        return StoreStats.of(counts)
+
+
+def _block_ids(lists: Sequence[Sequence[int]]) -> BlockIds:
+    return tuple(tuple(ids) for ids in lists)

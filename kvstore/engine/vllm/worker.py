@@ -1,0 +1,372 @@
+"""The connector in a vLLM worker: does what the scheduler planned, on this rank's KV tensors.
+
+Copies of whole blocks run in the store's background threads. Windows are small and vLLM frees their
+blocks in the next step, so they are copied in the step itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import kvstore
+from kvstore.cache import Scope
+from kvstore.engine.paged import WindowPages, pages_of
+from kvstore.engine.vllm.faults import Faults
+from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
+from kvstore.engine.vllm.messages import StepPlan, StoreStats, Work, WorkerReport
+from kvstore.engine.vllm.options import updated
+from kvstore.errors import StoreError
+
+NULL_BLOCK = 0
+"""vLLM's id for a block that is not there."""
+JOB_SECONDS = 60.0
+"""Most time for one load or save; a disk that takes longer is as good as failed."""
+IDLE_SECONDS = 0.005
+"""Most time that a step without computation waits for a job, so that vLLM does not spin."""
+SAVE_WAIT_SECONDS = 1.0
+"""Most time that the background waits for room in the store's queue."""
+
+
+@dataclass(slots=True)
+class _Underway:
+    work: Work
+    job: kvstore.Job
+    deadline: float
+    window: kvstore.WindowSnapshot | None = None
+
+
+class WorkerSide:
+    """Loads and saves of one rank.
+
+    ``store`` is None where it could not be opened: then everything is a miss. One rank of several
+    that hold the same bytes writes; the others read its store, which is there by the time of their
+    first load and then opened by ``open_late``.
+
+    Threads: vLLM's model runner calls it from one.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLayout,
+        store: Scope | None,
+        base: kvstore.Namespace,
+        rank: int,
+        *,
+        writes: bool,
+        open_late: Callable[[], Scope | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._base = base
+        self._rank = rank
+        self._writes = writes
+        self._open_late = open_late
+        self._clock = clock
+        self._pages: dict[str, list[torch.Tensor]] = {}
+        """vLLM's blocks of each layer, by group of the layout."""
+        self._saves: dict[str, list[_Underway]] = {}
+        self._loads: dict[str, _Underway] = {}
+        self._awaited: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._report = WorkerReport()
+        self._pooled: frozenset[bytes] = frozenset()
+        self._counts: Counter[str] = Counter()
+        self.faults = Faults()
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Take vLLM's KV tensors.
+
+        Raises:
+            LayoutMismatch: if they are not what the KV cache config announced.
+        """
+        self._pages = {part.name: page_views(part, caches) for part in self._engine.layers}
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Let go of blocks that vLLM gives away in this step, before anything is written to them."""
+        if plan.update is not None:
+            self._forget(plan.update)
+        for request_id in plan.preempted:
+            for save in self._saves.get(request_id, ()):
+                self._end(save.job, save.deadline)
+
+    def _forget(self, nonce: str) -> None:
+        """Make everything stored so far a miss: the weights are about to be others."""
+        try:
+            if self._store is not None and self._store.role == "owner":
+                self._store.bump_generation()
+        except Exception as error:
+            self.faults.note("weight update", error)
+        self._base = updated(self._base, nonce)
+
+    def load(self, plan: StepPlan) -> None:
+        """Start the loads of a step."""
+        for work in plan.loads:
+            self._counts["loads"] += 1
+            try:
+                underway = self._start_load(work)
+            except Exception as error:
+                self.faults.note("load", error)
+                underway = None
+            if underway is None:
+                self._fail(work, work.start)
+                self._received.add(work.request_id)
+            else:
+                self._loads[work.request_id] = underway
+
+    def _start_load(self, work: Work) -> _Underway | None:
+        """Return the load, or None if nothing that was promised is there any more."""
+        if self._store is None:
+            self._store = self._open_late()
+        if self._store is None:
+            return None
+        needs_window = bool(self._engine.windows)
+        scope = self._store.scope(work.namespace)
+        match = scope.lookup(
+            work.tokens, work.request_id, need_window=needs_window, images=work.images
+        )
+        with match:
+            if match.hit_tokens <= work.start:
+                return None
+            window = None
+            if needs_window:
+                if match.hit_tokens != work.stop or not match.window_hit:
+                    return None
+                window = scope.window(match)
+            job = scope.load(match, into=self._blocks_of(work), start=work.start)
+        return _Underway(work, job, self._clock() + JOB_SECONDS, window)
+
+    def save(self, plan: StepPlan) -> None:
+        """Start the saves of a step that has run, and take its windows."""
+        for work in plan.windows:
+            try:
+                self._take_window(work)
+            except Exception as error:
+                self.faults.note("window", error)
+        if not self._writes:
+            return
+        event = None
+        for work in plan.saves:
+            try:
+                if self._store is None:
+                    self._report.saved.setdefault(work.request_id, []).append(work.start)
+                    continue
+                event = event or self._after_step()
+                job = self._store.scope(work.namespace).save(
+                    work.tokens,
+                    self._blocks_of(work),
+                    work.start,
+                    work.stop,
+                    event,
+                    wait=SAVE_WAIT_SECONDS,
+                    ttl=work.hints.ttl,
+                    pin=work.hints.pin,
+                    images=work.images,
+                )
+            except Exception as error:
+                self.faults.note("save", error)
+                self._report.saved.setdefault(work.request_id, []).append(work.start)
+                continue
+            underway = _Underway(work, job, self._clock() + JOB_SECONDS)
+            self._saves.setdefault(work.request_id, []).append(underway)
+
+    def finished(self, plan: StepPlan) -> tuple[set[str], set[str], set[str]]:
+        """Return the requests that saves, and that loads, are done with, and the failed loads."""
+        self._awaited |= plan.awaited
+        if plan.is_idle:
+            self._wait_a_moment()
+        for request_id, load in list(self._loads.items()):
+            if self._is_over(load) and request_id not in self._saves:
+                del self._loads[request_id]
+                self._end_load(load)
+                self._received.add(request_id)
+        for request_id, saves in list(self._saves.items()):
+            left = [save for save in saves if not self._is_over(save)]
+            for save in saves:
+                if save not in left:
+                    self._end_save(save)
+            self._saves[request_id] = left
+            if not left:
+                del self._saves[request_id]
+        sent = {request_id for request_id in self._awaited if request_id not in self._saves}
+        self._awaited -= sent
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return sent, received, failed
+
+    def _wait_a_moment(self) -> None:
+        jobs = [load.job for load in self._loads.values()]
+        jobs += [save.job for name in self._awaited for save in self._saves.get(name, ())]
+        if jobs:
+            jobs[0].wait(IDLE_SECONDS)
+
+    def _is_over(self, underway: _Underway) -> bool:
+        if underway.job.done:
+            return True
+        if self._clock() >= underway.deadline and not underway.job.is_cancelled:
+            self._counts["overdue_jobs"] += 1
+            underway.job.is_cancelled = True  # not waited for: other requests go on
+        return underway.job.done
+
+    def _end(self, job: kvstore.Job, deadline: float) -> None:
+        """Wait for a job, then cancel it: after that nothing touches vLLM's blocks."""
+        if job.wait(max(0.0, deadline - self._clock())):
+            return
+        self._counts["overdue_jobs"] += 1
+        try:
+            job.cancel()
+        except StoreError as error:
+            self.faults.note("cancellation", error)
+
+    def _end_load(self, load: _Underway) -> None:
+        work, job = load.work, load.job
+        try:
+            if self._store is not None:
+                self._store.scope(work.namespace).release(work.request_id)
+        except Exception as error:
+            self.faults.note("release", error)
+        loaded = max(work.start, job.loaded_tokens)
+        if loaded == work.stop and load.window is not None:
+            try:
+                self._put_back(work, load.window)
+            except Exception as error:
+                self.faults.note("window", error)
+                loaded = work.start
+        self._counts["loaded_tokens"] += loaded - work.start
+        if loaded < work.stop:
+            self._fail(work, loaded)
+
+    def _fail(self, work: Work, loaded: int) -> None:
+        """Tell vLLM to compute what was promised and is not there."""
+        self._counts["failed_load_tokens"] += work.stop - loaded
+        self._report.failed.add(work.request_id)
+        if self._engine.group_count == 1:
+            layers = self._engine.layers[0]
+            self._invalid_blocks |= set(
+                pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
+            )
+        else:  # block ids of several groups overlap, so vLLM takes the request's name instead
+            self._failed.add(work.request_id)
+
+    def _end_save(self, save: _Underway) -> None:
+        stored = save.job.stored
+        end = save.work.start if stored is None else stored.end
+        self._counts["saved_tokens"] += end - save.work.start
+        self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
+        self._report.saved.setdefault(save.work.request_id, []).append(end)
+
+    # ---- tensors -------------------------------------------------------------------------------
+
+    def _blocks_of(self, work: Work) -> kvstore.Pages:
+        """Return where the GLOBAL entries of a request lie."""
+        stored = [layers for layers in self._engine.layers if not layers.is_window]
+        return kvstore.Pages(
+            {layers.name: self._pages[layers.name] for layers in stored},
+            {layers.name: work.blocks[layers.index] for layers in stored},
+        )
+
+    def _after_step(self) -> torch.cuda.Event | None:
+        """Return what a device reaches when it has run everything queued so far."""
+        device = self._pages[self._engine.layers[0].name][0].device
+        if device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _window_pages(self, work: Work) -> WindowPages:
+        sizes = [layers.page_tokens for layers in self._engine.windows]
+        return WindowPages.of(work.stop, self._engine.layout.window_tokens, sizes)
+
+    def _take_window(self, work: Work) -> None:
+        if self._store is None:
+            return
+        span = self._window_pages(work)
+        rows: dict[str, NDArray[np.uint8]] = {}
+        for layers in self._engine.windows:
+            size = layers.page_tokens
+            first, stop = span.needed(size)
+            pages = self._pages[layers.name]
+            shape = (len(pages), (span.stop - span.start) // size, layers.page_bytes)
+            taken = torch.zeros(shape, dtype=torch.uint8)
+            ids = _live(work, layers, first, stop).to(pages[0].device)
+            for target, view in zip(taken, pages, strict=True):
+                target[first - span.start // size :] = view[ids, 0].to(target.device)
+            rows[layers.name] = taken.numpy()
+        snapshot = kvstore.WindowSnapshot(span.start, span.stop, rows)
+        self._counts["windows_taken"] += self._store.scope(work.namespace).put_window(
+            work.tokens, snapshot, images=work.images
+        )
+
+    def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
+        """Copy a window into the request's own blocks; vLLM shares those below ``start``."""
+        span = self._window_pages(work)
+        for layers in self._engine.windows:
+            first, stop = span.needed(layers.page_tokens, work.start)
+            if first == stop:
+                continue
+            held = window.rows[layers.name][:, first - window.start // layers.page_tokens :]
+            pages = self._pages[layers.name]
+            ids = _live(work, layers, first, stop).to(pages[0].device)
+            for view, rows in zip(pages, torch.from_numpy(held), strict=True):
+                view[ids, 0] = rows.to(view.device)
+
+    # ---- what it tells -------------------------------------------------------------------------
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks that loads did not fill, since the last call."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> WorkerReport | None:
+        """Return what the scheduler's side has to know, since the last call."""
+        if self._engine.windows and self._store is not None:
+            try:
+                pooled = self._store.pooled_windows()
+            except Exception as error:
+                self.faults.note("window", error)
+                pooled = frozenset()
+            if pooled != self._pooled:
+                self._pooled = pooled
+                self._report.pooled[self._rank] = pooled
+        report, self._report = self._report, WorkerReport()
+        return None if report.is_empty else report
+
+    def stats(self) -> StoreStats:
+        """Return what was counted since the last call."""
+        counts = self._counts + self.faults.counts
+        self._counts, self.faults.counts = Counter(), Counter()
+        return StoreStats.of(counts)
+
+    def flush(self) -> None:
+        """Return when everything saved so far survives power loss. For tests and measurements."""
+        if self._store is not None:
+            self._store.flush()
+
+    def close(self) -> None:
+        """Return when nothing touches vLLM's blocks any more."""
+        for load in self._loads.values():
+            self._end(load.job, self._clock())
+        for saves in self._saves.values():
+            for save in saves:
+                self._end(save.job, save.deadline)
+
+
+def _live(work: Work, layers: PagedLayers, first: int, stop: int) -> torch.Tensor:
+    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` where vLLM keeps none."""
+    ids = work.blocks[layers.index][first:stop]
+    if len(ids) < stop - first or NULL_BLOCK in ids:
+        msg = f"vLLM gave away a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
+        raise ValueError(msg)
+    return torch.tensor(ids, dtype=torch.int64)

@@ -1,0 +1,272 @@
+"""Requests with wishes, requests that are stopped, and a store that fails, inside vLLM."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines import need
+
+need("vllm", "tests.engines.vllm.engine")
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+import kvstore
+from kvstore.cache.jobs import Jobs
+from kvstore.engine.vllm import worker as worker_module
+from kvstore.engine.vllm.groups import engine_layout
+from kvstore.engine.vllm.messages import WorkerReport
+from kvstore.engine.vllm.scheduler import SchedulerSide
+from kvstore.transfer import Job
+from tests.engines.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
+from tests.stores import owned
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def blocks(llm: Any) -> int:
+    store = connectors(llm)[1]._stores[0]
+    store.flush()
+    return int(store.stats()["tiers"]["ssd"]["blocks"])
+
+
+def test_wishes_of_requests(model: str, tmp_path: Path) -> None:
+    with engine(model, tmp_path / "s") as llm:
+        scheduler, worker = connectors(llm)
+        store = worker._stores[0]
+        # Nothing is kept of a request that does not want it.
+        ask(llm, [prompt(300, seed=1)], hints={"store": False})
+        assert blocks(llm) == 0
+        # A hint that nobody understands costs the hint, not the request.
+        ask(llm, [prompt(300, seed=2)], hints={"forever": True})
+        assert blocks(llm) == 2
+        assert ("hint", kvstore.ConfigError) in scheduler.scheduler_side.faults._said
+        ask(llm, [prompt(300, seed=3)], hints={"ttl": 60})
+        ask(llm, [prompt(300, seed=4)], hints={"pin": True})
+        store.flush()
+        expiries = {}
+        for seed in (2, 3, 4):
+            prefix = store.probe(prompt(300, seed=seed)).prefix
+            record = owned(store).ssd.record(prefix.key(1))
+            assert record is not None
+            expiries[seed] = record
+        assert not expiries[2].expires
+        assert expiries[3].expires
+        store.unpin(prompt(300, seed=4))  # raises nothing: it was pinned
+
+        # Logits of every row, or a fresh computation: vLLM must run the whole prompt.
+        for options in ({"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}):
+            llm.reset_prefix_cache()
+            assert ask(llm, [prompt(300, seed=2)], **options)[0][1] == 0
+        llm.reset_prefix_cache()
+        assert ask(llm, [prompt(300, seed=2)])[0][1] == 256
+
+
+def test_events_name_what_was_stored(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, tmp_path / "s") as llm:
+        scheduler, worker = connectors(llm)
+        side = scheduler.scheduler_side
+        side._sends_events = True
+        events: list[Any] = []
+        side_take = scheduler.take_events
+
+        def take() -> tuple[()]:
+            events.extend(side_take())
+            return ()
+
+        monkeypatch.setattr(scheduler, "take_events", take)
+        ask(llm, [prompt(300, seed=1)])
+        [stored] = events
+        assert isinstance(stored, BlockStored)
+        prefix = worker._stores[0].probe(prompt(300, seed=1)).prefix
+        assert stored.block_hashes == list(prefix.hashes)
+        assert stored.token_ids == prompt(256, seed=1)
+        assert (stored.parent_block_hash, stored.block_size) == (None, BLOCK)
+        llm.reset_prefix_cache(reset_connector=True)
+        events.extend(side_take())
+        assert isinstance(events[-1], AllBlocksCleared)
+
+
+def test_new_weights_make_everything_a_miss_for_good(model: str, tmp_path: Path) -> None:
+    ids = [prompt(300, seed=1)]
+    with engine(model, tmp_path / "s") as llm:
+        [(tokens, _)] = ask(llm, ids)
+        ask(llm, ids, salt="s")
+        generation = connectors(llm)[1]._stores[0].namespace.generation
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert ask(llm, ids) == [(tokens, 0)]
+        assert connectors(llm)[1]._stores[0].namespace.generation == generation + 1
+        llm.reset_prefix_cache()
+        assert ask(llm, ids) == [(tokens, 256)], "stored anew under the new weights"
+    with engine(model, tmp_path / "s") as llm:
+        # The new weights were in memory only, and the old blocks were given up.
+        assert ask(llm, ids) == [(tokens, 0)]
+        assert ask(llm, ids, salt="s") == [(tokens, 0)]
+        llm.reset_prefix_cache()
+        assert ask(llm, ids, salt="s") == [(tokens, 256)]
+
+
+def test_preempted_requests_answer_alike(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt(250 + 10 * seed, seed=seed) for seed in range(6)]
+    with engine(model, enable_prefix_caching=False) as llm:
+        cold = [tokens for tokens, _ in ask(llm, prompts, count=150)]
+    with engine(model, tmp_path / "s", num_gpu_blocks_override=12, max_model_len=600) as llm:
+        worker = connectors(llm)[1].worker_side
+        seen: set[str] = set()
+        begin, run_save = worker.begin, Jobs._save
+
+        def slow(jobs: Jobs, job: Job, save: Any) -> None:
+            time.sleep(0.05)  # a disk that is slower than the engine
+            run_save(jobs, job, save)
+
+        monkeypatch.setattr(Jobs, "_save", slow)
+
+        def watch(plan: Any) -> None:
+            seen.update(plan.preempted)
+            begin(plan)
+            for name in plan.preempted:
+                assert all(save.job.done for save in worker._saves.get(name, ()))
+
+        monkeypatch.setattr(worker, "begin", watch)
+        assert [tokens for tokens, _ in ask(llm, prompts, count=150)] == cold
+        assert seen, "the case that this is about"
+    with engine(model, tmp_path / "s") as llm:
+        found = ask(llm, prompts, count=150)
+        assert [tokens for tokens, _ in found] == cold
+        assert all(cached for _, cached in found)
+
+
+def test_aborted_requests_leave_nothing_behind(model: str, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    with engine(model, tmp_path / "s", max_num_batched_tokens=200) as llm:
+        core = llm.llm_engine
+        ask(llm, [prompt(700, seed=1)])
+        llm.reset_prefix_cache()
+        names = [f"r{number}" for number in range(4)]
+        places = [(700, 1), (900, 2), (700, 1), (600, 3)]
+        for name, (length, seed) in zip(names, places, strict=True):
+            core.add_request(name, {"prompt_token_ids": prompt(length, seed)}, params)
+            core.step()  # a load is under way, or a prefill
+            if name in ("r0", "r2"):
+                core.abort_request([name])
+        core.step()
+        core.abort_request(names)
+        scheduler = core.engine_core.engine_core.scheduler
+        for _ in range(50):
+            if not scheduler.has_requests():
+                break
+            core.step()
+        assert not scheduler.requests
+        sides = connectors(llm)
+        assert not sides[0].scheduler_side._tracked
+        assert not sides[0].scheduler_side._ending
+        assert not sides[1].worker_side._loads
+        assert not sides[1].worker_side._saves
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_a_hit_is_the_least_of_all_ranks(tmp_path: Path) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    layout = engine_layout(
+        KVCacheConfig(8, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)]), "one"
+    )
+    base = kvstore.Namespace(model="m", tenant='["", null]')
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                kvstore.PrefixCache.open(
+                    tmp_path / f"r{rank}",
+                    layout=layout.layout,
+                    namespace=base,
+                    block_tokens=layout.block_tokens,
+                )
+            )
+            for rank in range(2)
+        ]
+        ids = prompt(600)
+        for rank, count in zip(ranks, (512, 256), strict=True):
+            pages = np.zeros((1, count // 16, 16 * 64 * 4), np.uint8)
+            rank.store(ids[:count], {"kv": pages})
+            rank.flush()
+        side = SchedulerSide(layout, ranks, base, "", sends_events=False)
+        params = SamplingParams(max_tokens=1)
+        request = Request("r", ids, params, None)
+        side.add(request)
+        assert side.matched(request, 0) == 256
+        assert side.matched(request, 96) == 160
+        assert side.matched(request, 512) == 0
+        # A save is over when both ranks have answered, and counts as far as the slower one came.
+        side.admit(request, (tuple(range(40)),), 0)
+        plan = side.plan([("r", 600)], (), lambda _: (list(range(40)),))
+        [save] = plan.saves
+        assert (save.start, save.stop) == (0, 512)
+        side.take_report(WorkerReport({"r": [512]}), (), ())
+        assert side.finish(request, (tuple(range(40)),)), "one rank still reads the blocks"
+
+
+class _Stuck(Job):
+    """A job on a disk that hangs, until it is cancelled."""
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        return self.is_cancelled
+
+    @property
+    def done(self) -> bool:
+        return self.is_cancelled
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_a_store_that_fails_costs_hits_and_nothing_else(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [prompt(300, seed=1), prompt(400, seed=2)]
+    with engine(model, tmp_path / "s") as llm:
+        worker = connectors(llm)[1].worker_side
+        with monkeypatch.context() as patch:
+            patch.setattr(kvstore.PrefixCache, "scope", _raise)
+            cold = ask(llm, ids)  # neither lookup nor save
+            assert [cached for _, cached in cold] == [0, 0]
+        answers = [tokens for tokens, _ in cold]
+        for work, name in (("save", "save"), ("load", "load"), ("lookup", "probe")):
+            llm.reset_prefix_cache()
+            with monkeypatch.context() as patch:
+                patch.setattr(kvstore.cache.Scope, name, _raise)
+                found = ask(llm, ids)
+                assert [tokens for tokens, _ in found] == answers, work
+            llm.reset_prefix_cache()
+            assert [tokens for tokens, _ in ask(llm, ids)] == answers
+        assert ("save", OSError) in worker.faults._said
+        assert ("load", OSError) in worker.faults._said
+        # A disk that hangs: the request waits for the deadline and is computed.
+        llm.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module, "JOB_SECONDS", 0.0)
+            patch.setattr(kvstore.cache.Scope, "load", lambda *_args, **_options: _Stuck())
+            assert [tokens for tokens, _ in ask(llm, ids)] == answers
+        assert not worker._loads
+
+
+def _raise(*_args: Any, **_options: Any) -> Any:
+    msg = "the disk is gone"
+    raise OSError(msg)
