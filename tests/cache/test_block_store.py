@@ -588,6 +588,22 @@ def test_delete_keeps_what_a_pin_needs_and_waits_for_the_queue(tmp_path: Path) -
         assert store.exists(["queued"]) == 0
 
 
+def test_keys_are_listed_and_what_leaves_is_told(tmp_path: Path) -> None:
+    left: list[bytes] = []
+    keys = ["", "a", "ä", "\0x", "y" * 256]
+    with open_store(tmp_path / "s", ssd_bytes="1MiB", on_removed=left.append) as store:
+        put(store, keys)
+        listed = dict(store.listing())
+        assert listed == {store.block_id(key): key.encode() for key in keys}
+        store.delete(["a"])
+        assert left == [store.block_id("a")]
+        for n in range(200):
+            put(store, [f"n{n}"])
+        gone = {store.block_id(k) for k in [*keys, *(f"n{n}" for n in range(200))]}
+        gone -= {block_id for block_id, _ in store.listing()}
+        assert sorted(left) == sorted(gone), "each of them once"
+
+
 # ---- threads ------------------------------------------------------------------------------------
 
 

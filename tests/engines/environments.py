@@ -264,12 +264,13 @@ def overlay(place: Path, folder: Path, root: Path = ROOT) -> Path:
     """Make a throw-away environment over ``place`` with this clone installed; return its Python."""
     call([sys.executable, "-m", "venv", str(folder)], "making a venv")
     python = folder / "bin" / "python"
+    # Before the engine is visible: its setuptools would take the place of the one kvstore asks for.
+    install(python, ["--no-deps", "-e", str(root)], "installing kvstore")
     below = next(place.glob("lib/python*/site-packages"))
     above = next(folder.glob("lib/python*/site-packages"))
     # Not just its path: packages there may have .pth files of their own.
     line = f"import site; site.addsitedir({str(below)!r})\n"
     (above / "engine.pth").write_text(line, encoding="utf-8")
-    install(python, ["--no-deps", "-e", str(root)], "installing kvstore")
     return python
 
 

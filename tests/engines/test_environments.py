@@ -118,8 +118,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder()
 
 
-def test_an_environment_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_built_once_under_another_name(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[str] = []
+    monkeypatch.setattr(environments, "build", lambda lock, place: places.append(place.name))
     place = ensure(LOCK, cache)
+    [built] = places
+    assert built.startswith(f"building-{LOCK.name}-")
     assert place == cache / LOCK.name
     assert [path.name for path in cache.iterdir()] == [LOCK.name]
     os.utime(place, (0, 0))
@@ -245,3 +251,23 @@ def test_it_uses_the_standard_library_alone() -> None:
     path = environments.ENGINES / "environments.py"
     code = f"import runpy; runpy.run_path({str(path)!r})"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
+def test_kvstore_is_installed_before_the_engine_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's setuptools, once visible, takes the place of the one that builds kvstore."""
+    place, folder = tmp_path / "engine", tmp_path / "overlay"
+    for base in (place, folder):
+        (base / "lib" / "python3" / "site-packages").mkdir(parents=True)
+    line = folder / "lib" / "python3" / "site-packages" / "engine.pth"
+    installed: list[tuple[Path, bool]] = []
+
+    def record(python: Path, what: list[str], doing: str) -> None:
+        installed.append((Path(what[-1]), line.exists()))
+
+    monkeypatch.setattr(environments, "call", lambda command, doing: None)
+    monkeypatch.setattr(environments, "install", record)
+    assert environments.overlay(place, folder, tmp_path) == folder / "bin" / "python"
+    assert installed == [(tmp_path, False)]
+    assert str(place / "lib" / "python3" / "site-packages") in line.read_text()
