@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import need
+from tests.engines import require
 
-need("vllm", "tests.engines.vllm.engine")
+require.engine("vllm", "vllm", "tests.engines.vllm.engine")
 
 from kvstore.engine.vllm.messages import Work
 from tests.engines.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines import need
+from tests.engines import require
 
-need("vllm", "tests.engines.vllm.engine", "vllm.lora.request")
+require.engine("vllm", "vllm", "tests.engines.vllm.engine", "vllm.lora.request")
 
 import torch
 from safetensors.torch import save_file

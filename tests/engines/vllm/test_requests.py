@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines import need
+from tests.engines import require
 
-need("vllm", "tests.engines.vllm.engine")
+require.engine("vllm", "vllm", "tests.engines.vllm.engine")
 
 import torch
 from vllm import SamplingParams
