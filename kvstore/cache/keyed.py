@@ -146,9 +146,6 @@ class KeyedBlocks(OpenStore):
                     self._use(owned, [blocks[at].key])
                 return at + 1
             parent = parents[at]
-            if parent is not None and self._parent(parent.key) is None:
-                self.context.count_drop("no_parent", 1)
-                return at + 1
             seen = {blocks[at].key}
             stop = at + 1
             while stop < len(blocks) and _is_next(blocks, parents, stop):
@@ -157,6 +154,7 @@ class KeyedBlocks(OpenStore):
                     break
                 seen.add(key)
                 stop += 1
+            # The path of an unknown parent is that parent alone, which the owner does not have either.
             above = b"" if parent is None else self._path(parent.key)
         below = KEYS_ROOT if parent is None else parent.hash
         chain = KeyChain(above, below, blocks[at:stop])

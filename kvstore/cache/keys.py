@@ -88,10 +88,8 @@ def named(key: Key, key_bytes: int) -> NamedBlock:
             "a store with a larger key_bytes"
         )
         raise ValueError(msg)
-    words = np.zeros(key_words(key_bytes), "<u4")
-    words[0] = len(data)
-    words[1:].view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-    ids = words.astype(np.uint32, copy=False)
+    raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
+    ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
     return NamedBlock(ids, block_hashes(KEYS_ROOT, ids, len(ids))[0])
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,8 @@ from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreBusy, StoreErr
 from kvstore.cache import keys as keys_module
 from kvstore.cache.keyed import KeyedBlocks
 from kvstore.cache.keys import KEYS_ROOT, named
+from kvstore.frame import Header
+from kvstore.opening import format_text
 from tests.stores import open_cache
 
 SIZE = 5000
@@ -792,6 +797,41 @@ StoreMachine.TestCase.settings = settings(
     max_examples=30, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestStoreAgainstADict = StoreMachine.TestCase
+
+
+GOLDEN_FRAME = (
+    "4b565342010000000300000001000000010000000100000005000000000000006c15cd1f9d9489d64909ea5b0b8d90"
+    "a7257956df1caa4393ffcd5e7ba8c4aa36af2d1722a2e4219fe08a7b491702481131ca9b7a4f97d46fc05d18cbe46f"
+    "b07f0700000000000000f2716798ea6c1696010000006b00000000000000be0fca843a7575b0000000000000000000"
+    "00000000000000000000000000000000000000000000000001020304"
+)
+"""Block 1, key "k" below "p", of a store of 5-byte blocks and keys of up to 8. Never edited."""
+
+
+def test_the_format_of_a_keyed_block_is_as_documented() -> None:
+    form = keys_module.keyed_format(5, 8)
+    block, parent = named("k", 8), named("p", 8)
+    ids = struct.pack("<3I", 1, ord("k"), 0)
+    assert block.words.tobytes() == ids
+    root = hashlib.sha256(b"kvstore.keys.1").digest()
+    spelled = b"kvb1" + struct.pack("<I", 3) + root + ids + struct.pack("<I", 0)
+    assert block.hash == hashlib.sha256(spelled).digest()
+    header = Header(
+        block_tokens=form.block_tokens,
+        number=1,
+        namespace_id=1,
+        payload_bytes=form.payload_bytes,
+        block_hash=block.hash,
+        parent_hash=parent.hash,
+        sequence=7,
+    )
+    entries = {keys_module.GROUP: np.arange(5, dtype=np.uint8).reshape(1, 1, 5)}
+    assert form.encode(header, block.words, entries, 0).hex() == GOLDEN_FRAME
+    text = json.loads(format_text(form.layout, form.block_tokens, 8))
+    assert (text["key_bytes"], text["block_tokens"]) == (8, 3)
+    group = text["groups"][0]
+    assert (group["name"], group["values"], group["entry_format"]) == ("block", 5, "u8")
+    assert (group["layers"], group["tokens_per_entry"]) == ([0], 3)
 
 
 def test_the_environment_is_not_asked(tmp_path: Path) -> None:

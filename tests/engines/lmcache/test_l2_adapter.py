@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import os
@@ -60,7 +61,7 @@ def key_of(number: int, salt: str = "", model: str = "m", rank: int = 1, group: 
 
 
 def spec(path: Path, **options: Any) -> dict[str, Any]:
-    outer = {name: options.pop(name) for name in ("eviction", "serde") if name in options}
+    outer: dict[str, Any] = {n: options.pop(n) for n in ("eviction", "serde") if n in options}
     return {
         "type": "plugin",
         "module_path": "kvstore.engine.lmcache",
@@ -105,7 +106,8 @@ class Server:
 
     @property
     def status(self) -> dict[str, Any]:
-        return self.manager.report_status()["l2_adapters"][0]
+        found: dict[str, Any] = self.manager.report_status()["l2_adapters"][0]
+        return found
 
     def store(self, keys: list[Any], desc: Any = DESC) -> dict[Any, torch.Tensor]:
         """Write objects to L1 and wait until the store controller has them in L2."""
@@ -296,7 +298,8 @@ class Item:
 
     @property
     def byte_array(self) -> memoryview:
-        return memoryview(self.tensor.view(torch.uint8).numpy().reshape(-1))
+        array: Any = self.tensor.view(torch.uint8).numpy().reshape(-1)
+        return memoryview(array)
 
 
 def item_of(number: int, size: int = 4096) -> Any:
@@ -461,6 +464,10 @@ def test_objects_of_several_sizes_share_the_cap(tmp_path: Path) -> None:
         pass
 
 
+def _is_idle(worker: _Worker) -> bool:
+    return worker.waiting == 0
+
+
 def test_a_full_queue_fails_at_once_and_unlocking_never_does(tmp_path: Path) -> None:
     with adapter(tmp_path, queue_tasks=1) as a:
         key, item = key_of(1), item_of(1)
@@ -469,7 +476,8 @@ def test_a_full_queue_fails_at_once_and_unlocking_never_does(tmp_path: Path) -> 
         gate = threading.Event()
         for worker in (a._writer, a._reader):
             worker.submit(lambda: gate.wait(WAIT) and None)
-            until(lambda worker=worker: worker.waiting == 0)
+            is_idle = functools.partial(_is_idle, worker)
+            until(is_idle)
         first = a.submit_store_task([key_of(2)], [item_of(2)])
         refused = a.submit_store_task([key_of(3)], [item_of(3)])
         signalled(a.get_store_event_fd())
@@ -551,12 +559,12 @@ def test_keys_are_listed_in_pages(tmp_path: Path) -> None:
         )
         assert len(a.list_l2_keys().entries) == 14
         assert all(entry.size_bytes == 4096 for entry in a.list_l2_keys().entries)
-        for bad in (0, -1, True):
+        for size in (0, -1, True):
             with pytest.raises(ValueError, match="page_size"):
-                a.list_l2_keys(page_size=bad)
-        for bad in ("", "zz", "6b76"):
+                a.list_l2_keys(page_size=size)
+        for token in ("", "zz", "6b76"):
             with pytest.raises(ValueError, match="cursor"):
-                a.list_l2_keys(cursor=bad)
+                a.list_l2_keys(cursor=token)
 
 
 def test_threads_of_both_controllers_and_an_evictor_at_once(tmp_path: Path) -> None:
