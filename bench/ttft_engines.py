@@ -132,6 +132,7 @@ class VllmEngine(Engine):
                 kv_connector="KVStoreConnector",
                 kv_connector_module_path="kvstore.engine.vllm",
                 kv_role="kv_both",
+                kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"path": job.store, "ssd_bytes": SSD_BYTES},
             )
         elif job.connector == "example":

@@ -59,7 +59,7 @@ class SharedTiers(OpenStore):
         self.window = window
         self.pages: DevicePages | None = None
         self._generations: dict[str, int] = {}
-        """Newest generation of each line of weights that a scope of this process has used."""
+        """Newest generation of each line of weights that has begun a second one and is used here."""
         self._open_device = open_device
         self._leases: deque[Hold] = deque()
         self._by_request: dict[RequestKey, Match] = {}
@@ -96,9 +96,10 @@ class SharedTiers(OpenStore):
                 raise StoreError(msg)
             known = int(text)
         with self.context.lock:
-            newest = max(given, known, self._generations.get(line, 0))
-            self._generations[line] = max(known, self._generations.get(line, 0))
-        return newest
+            known = max(known, self._generations.get(line, 0))
+            if known:  # most lines never begin another one, and there is a line for every salt
+                self._generations[line] = known
+        return max(given, known)
 
     def is_current(self, line: str, generation: int) -> bool:
         """Say whether no newer generation of a line of weights was begun in this process."""

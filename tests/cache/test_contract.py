@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -743,3 +744,12 @@ def test_worth_loading_weighs_measured_speeds(tmp_path: Path) -> None:
         assert not cache.lookup(tokens_of(BLOCK, 3)).worth_loading
         with pytest.raises(ValueError, match="positive tokens and seconds"):
             cache.observe_prefill(0, 1)
+
+
+def test_salts_that_come_and_go_leave_nothing_in_memory(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "s") as cache:
+        for number in range(50):
+            cache.scope(replace(NAMESPACE, tenant=str(number))).probe(tokens_of(BLOCK + 1))
+        assert cache._shared._generations == {}
+        cache.bump_generation()
+        assert list(cache._shared._generations.values()) == [1]
