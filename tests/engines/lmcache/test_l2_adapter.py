@@ -719,7 +719,9 @@ def free_port() -> int:
 def test_lmcaches_server_starts_with_it_and_is_healthy(tmp_path: Path) -> None:
     port, http = free_port(), free_port()
     command = [
-        *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
+        # Its command, which may be installed below the environment that runs this.
+        *(sys.executable, "-c", "import sys; from lmcache.cli.main import main; sys.exit(main())"),
+        *("server", "--host", "127.0.0.1"),
         *("--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http)),
         *("--l1-size-gb", "0.05", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
         *("--l2-adapter", json.dumps(spec(tmp_path / "l2"))),
