@@ -10,7 +10,7 @@ Peers:    the same engine without a cache, and in vLLM its own ExampleConnector,
           by the whole of it: a share that leaves more than a block to compute is a miss there.
 Bound:    each hit must be what was stored, and each first token the one found without a cache; else exit
           1. (In bfloat16 a near tie may fall either way: there other tokens are only counted.)
-Run:      python -m bench.ttft [--quick] [--engines ...] [--json] [--svg FOLDER] [--cold-disk]
+Run:      python -m bench.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--json] [--svg FOLDER] [--cold-disk]
           vLLM needs an environment of its own: make test-engines builds it, or name a Python that can
           import it with --vllm-python. Full runs take hours of two cores; run nothing beside them.
 """
@@ -278,6 +278,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--lengths", nargs="+", type=int, choices=LENGTHS, help="only these prompts"
     )
     parser.add_argument(
+        "--shares", nargs="+", type=float, choices=SHARES, help="only these parts cached"
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: the faster one here"
     )
     parser.add_argument("--vllm-python", type=Path, help="a Python that can import vLLM")
@@ -296,9 +299,10 @@ def main() -> None:
     lengths: Mapping[int, int] = QUICK_LENGTHS if chosen.quick else LENGTHS
     if chosen.lengths:
         lengths = {length: LENGTHS[length] for length in chosen.lengths}
+    shares = chosen.shares or (QUICK_SHARES if chosen.quick else SHARES)
     dtype = chosen.dtype or smollm2.fastest_dtype()
     model = smollm2.prepare(progress())
-    every = cases(encode(model), lengths, QUICK_SHARES if chosen.quick else SHARES)
+    every = cases(encode(model), lengths, shares)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-ttft-") as name:
         for engine, python in pythons.items():
