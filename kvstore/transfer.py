@@ -23,9 +23,6 @@ LINGER_SECONDS = 0.010
 """How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. docs/decisions/0009."""
 BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
-QUEUED_JOBS = 256
-"""Most jobs that wait for a thread. One holds references and no copies; vLLM runs at most 256
-requests at a time by default, so one of each fits."""
 
 
 T = TypeVar("T")
@@ -246,29 +243,44 @@ class Job:
             self._ready.add((group, layer))
             self._changed.notify_all()
 
+    def run(self, work: Callable[[Job], None]) -> None:
+        """Do the work, and note what it let through and that it has ended. For whoever runs it."""
+        try:
+            work(self)
+        except BaseException as error:  # its thread must live: recorded, and told by the job
+            self.error = error
+            logger.exception("a background job failed")
+        self.finish()
+
     def finish(self) -> None:
-        """Note that the work has ended. For whoever runs it."""
+        """Note that the work has ended. For whoever refuses it."""
         with self._changed:
             self._is_done = True
             self._changed.notify_all()
 
 
-class JobThread:
-    """One thread that runs jobs in the order they came, with a bounded queue."""
+class TaskThread:
+    """One thread that runs tasks in the order they came, with a bounded queue."""
 
-    def __init__(self, name: str) -> None:
-        self._work: deque[tuple[Job, Callable[[Job], None]]] = deque()
+    def __init__(self, name: str, bound: int) -> None:
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._bound = bound
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, work: Callable[[Job], None]) -> bool:
-        """Queue ``work(job)``; say whether it was taken. It must not raise for what a medium can do."""
+    @property
+    def waiting(self) -> int:
+        """Tasks that wait."""
+        return len(self._tasks)
+
+    def submit(self, task: Callable[[], None]) -> bool:
+        """Queue a task, which must not raise; say whether it was taken."""
         with self._changed:
-            if self._is_closing or len(self._work) >= QUEUED_JOBS:
+            if self._is_closing or len(self._tasks) >= self._bound:
                 return False
-            self._work.append((job, work))
+            self._tasks.append(task)
             self._changed.notify_all()
             return True
 
@@ -280,31 +292,26 @@ class JobThread:
         self._thread.join(BARRIER_SECONDS)
 
     def drain(self) -> None:
-        """Return when every job queued before is done.
+        """Return when every task queued before is done.
 
         Raises:
             StoreError: if that takes longer than the deadline.
         """
-        mark = Job()
+        mark = threading.Event()
         with self._changed:
             if self._is_closing:
                 return
-            self._work.append((mark, lambda _: None))
+            self._tasks.append(mark.set)
             self._changed.notify_all()
-        if not mark.wait():
+        if not mark.wait(BARRIER_SECONDS):
             msg = f"jobs did not finish within {BARRIER_SECONDS:.0f} s; is the disk or the device stalled?"
             raise StoreError(msg)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._work or self._is_closing)
-                if not self._work:
+                self._changed.wait_for(lambda: self._tasks or self._is_closing)
+                if not self._tasks:
                     return
-                job, work = self._work.popleft()
-            try:
-                work(job)
-            except BaseException as error:  # the thread must live: recorded, and told by the job
-                job.error = error
-                logger.exception("a background job failed")
-            job.finish()
+                task = self._tasks.popleft()
+            task()

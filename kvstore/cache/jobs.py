@@ -18,7 +18,7 @@ from kvstore.cache.entries import Stored
 from kvstore.cache.match import Hold
 from kvstore.cache.prefix import Prefix
 from kvstore.frame import FrameFormat
-from kvstore.transfer import BARRIER_SECONDS, Job, JobThread
+from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread
 
 if TYPE_CHECKING:
     from kvstore.tier.paged import PagedEntries
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 STAGING_BYTES = 64 << 20
 """Most host memory that a job takes at a time, if one block fits: above the sizes at which larger
 copies gain nothing, far below what an engine leaves free."""
+QUEUED_JOBS = 256
+"""Most jobs that wait for a thread. One holds references and no copies; vLLM runs at most 256
+requests at a time by default, so one of each fits."""
 
 
 class DeviceEvent(Protocol):
@@ -131,19 +134,19 @@ class Jobs:
         self._tiers = tiers
         self._block_tokens = tiers.format.block_tokens
         self._chunk = max(1, STAGING_BYTES // tiers.format.payload_bytes)
-        self._threads: dict[str, JobThread] = {}
+        self._threads: dict[str, TaskThread] = {}
         self._lock = threading.Lock()
 
-    def _thread(self, name: str) -> JobThread:
+    def _thread(self, name: str) -> TaskThread:
         with self._lock:
             if name not in self._threads:
-                self._threads[name] = JobThread(f"kvstore-{name}")
+                self._threads[name] = TaskThread(f"kvstore-{name}", QUEUED_JOBS)
             return self._threads[name]
 
     def save(self, save: Save) -> Job:
         """Start a save. One that finds the queue full is dropped and counted."""
         job = Job()
-        if not self._thread("save").submit(job, lambda job: self._save(job, save)):
+        if not self._thread("save").submit(lambda: job.run(lambda job: self._save(job, save))):
             count = len(save.prefix.hashes) - save.start // self._block_tokens
             self._tiers.context.count_drop("queue_full", count)
             job.stored = Stored(save.start, 0, count)
@@ -154,7 +157,7 @@ class Jobs:
         """Start a load. One that finds the queue full delivers nothing."""
         groups = self._tiers.format.layout.global_groups
         job = Job([(group.name, layer) for group in groups for layer in group.layers])
-        if not self._thread("load").submit(job, lambda job: self._load(job, load)):
+        if not self._thread("load").submit(lambda: job.run(lambda job: self._load(job, load))):
             self._tiers.release(load.hold)
             self._conclude(job, load, load.start)
             job.finish()
@@ -258,5 +261,4 @@ class Jobs:
     def _conclude(self, job: Job, load: Load, done: int) -> None:
         size = self._block_tokens
         job.loaded_tokens = done
-        first = done // size
-        job.failed_blocks = tuple(range(first, -(-load.stop // size)))
+        job.failed_blocks = tuple(range(done // size, load.stop // size))

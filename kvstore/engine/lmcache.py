@@ -28,6 +28,7 @@ from typing_extensions import override
 from kvstore.block_store import BlockStore
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.opening import size_bytes
+from kvstore.transfer import TaskThread
 
 try:
     from lmcache.lmcache_native import Bitmap
@@ -52,7 +53,6 @@ _MAGIC = b"kvl1"
 _SIZE = struct.Struct("<I")
 _PUT_WAIT_SECONDS = 30.0
 """How long a store task waits for room in the queue of its store before it fails."""
-_CLOSE_SECONDS = 120.0
 _FOLDER = "size-"
 
 
@@ -167,50 +167,6 @@ class _Entry:
         return encode_key(self.key, self.layout)
 
 
-# ---- tasks --------------------------------------------------------------------------------------
-
-
-class _Worker:
-    """One thread that runs tasks in order, behind a bounded queue."""
-
-    def __init__(self, name: str, bound: int) -> None:
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._bound = bound
-        self._changed = threading.Condition()
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Callable[[], None]) -> bool:
-        """Queue a task, which must not raise; say whether it was taken."""
-        with self._changed:
-            if self._is_closing or len(self._tasks) >= self._bound:
-                return False
-            self._tasks.append(task)
-            self._changed.notify()
-            return True
-
-    @property
-    def waiting(self) -> int:
-        return len(self._tasks)
-
-    def close(self) -> None:
-        """Run what waits, then stop."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._is_closing)
-                if not self._tasks:
-                    return
-                task = self._tasks.popleft()
-            task()
-
-
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine is not typed
     """An L2 adapter of LMCache's MP server.
 
@@ -259,8 +215,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
             self._release()
             raise
         bound = self.options.queue_tasks
-        self._writer = _Worker("kvstore-lmcache-store", bound)
-        self._reader = _Worker("kvstore-lmcache-load", bound)
+        self._writer = TaskThread("kvstore-lmcache-store", bound)
+        self._reader = TaskThread("kvstore-lmcache-load", bound)
 
     # ---- stores --------------------------------------------------------------------------------
 
@@ -349,7 +305,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
 
     def _submit(
         self,
-        worker: _Worker,
+        worker: TaskThread,
         what: str,
         results: dict[L2TaskId, Any],
         work: Callable[[], Any],

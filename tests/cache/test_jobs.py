@@ -469,7 +469,7 @@ def test_a_reader_saves_nothing_and_loads(tmp_path: Path) -> None:
 def test_more_jobs_than_the_queue_takes_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.QUEUED_JOBS", 2)
+    monkeypatch.setattr(jobs, "QUEUED_JOBS", 2)
     tokens = tokens_of(2 * BLOCK + 1)
     engine = Engine(DENSE, 4)
     engine.fill(tokens)

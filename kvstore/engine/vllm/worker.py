@@ -160,7 +160,7 @@ class WorkerSide:
         for work in plan.saves:
             try:
                 if self._store is None:
-                    self._report.saved.setdefault(work.request_id, []).append(work.start)
+                    self._answer(work, work.start)
                     continue
                 event = event or self._after_step()
                 job = self._store.scope(work.namespace).save(
@@ -176,7 +176,7 @@ class WorkerSide:
                 )
             except Exception as error:
                 self.faults.note("save", error)
-                self._report.saved.setdefault(work.request_id, []).append(work.start)
+                self._answer(work, work.start)
                 continue
             underway = _Underway(work, job, self._clock() + JOB_SECONDS)
             self._saves.setdefault(work.request_id, []).append(underway)
@@ -264,7 +264,11 @@ class WorkerSide:
         end = save.work.start if stored is None else stored.end
         self._counts["saved_tokens"] += end - save.work.start
         self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
-        self._report.saved.setdefault(save.work.request_id, []).append(end)
+        self._answer(save.work, end)
+
+    def _answer(self, work: Work, end: int) -> None:
+        """Tell the scheduler's side how many leading tokens a save left stored here."""
+        self._report.saved.setdefault(work.request_id, []).append(end)
 
     # ---- tensors -------------------------------------------------------------------------------
 

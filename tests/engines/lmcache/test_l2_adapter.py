@@ -43,10 +43,10 @@ from kvstore import ConfigError, StoreBusy
 from kvstore.engine.lmcache import (
     KVStoreL2Adapter,
     KVStoreL2AdapterConfig,
-    _Worker,
     decode_key,
     encode_key,
 )
+from kvstore.transfer import TaskThread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -464,7 +464,7 @@ def test_objects_of_several_sizes_share_the_cap(tmp_path: Path) -> None:
         pass
 
 
-def _is_idle(worker: _Worker) -> bool:
+def _is_idle(worker: TaskThread) -> bool:
     return worker.waiting == 0
 
 
@@ -698,7 +698,7 @@ def test_nothing_abstract_is_left_and_nothing_new_was_added() -> None:
 
 
 def test_a_worker_runs_what_it_took_and_stops() -> None:
-    worker = _Worker("test", 2)
+    worker = TaskThread("test", 2)
     done: list[int] = []
     for number in range(2):
         assert worker.submit(lambda number=number: done.append(number))  # type: ignore[misc]
