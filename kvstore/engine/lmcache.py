@@ -26,6 +26,7 @@ from typing import Any
 from typing_extensions import override
 
 from kvstore.block_store import BlockStore
+from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.opening import size_bytes
 from kvstore.transfer import TaskThread
@@ -77,17 +78,7 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
     def from_dict(cls, d: Mapping[str, Any]) -> KVStoreL2AdapterConfig:
         """Check and take the parameters. Raises ``ConfigError``, a ``ValueError``."""
         known = [field.name for field in fields(_Options)]
-        unknown = sorted(set(d) - set(known))
-        if unknown:
-            msg = f"adapter_params: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
-            raise ConfigError(msg)
-        if "path" not in d:
-            msg = "adapter_params: 'path' is missing; name a directory on a local disk"
-            raise ConfigError(msg)
-        for name, kind in (("path", str), ("revision", str), ("tenant", str)):
-            if not isinstance(d.get(name, ""), kind):
-                msg = f"adapter_params: {name!r} must be a text, found {d[name]!r}"
-                raise ConfigError(msg)
+        check_options("adapter_params", d, known, ("path", "revision", "tenant"))
         for name, default in (("sizes", 1), ("queue_tasks", 1)):
             value = d.get(name, default)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -27,6 +27,7 @@ import torch
 from typing_extensions import override
 
 from kvstore.block_store import BlockStore
+from kvstore.engine.options import check_options
 from kvstore.engine.trailing import TrailingPages
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.host import host_bytes, writable_bytes
@@ -96,17 +97,7 @@ class HiCacheOptions:
         """Return the options in an extra config. Raises ``ConfigError`` for what is unknown."""
         given = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            msg = f"extra config: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
-            raise ConfigError(msg)
-        if "path" not in given:
-            msg = "extra config: 'path' is missing; name a directory on a local disk"
-            raise ConfigError(msg)
-        for name in ("path", "tenant", "weights"):
-            if not isinstance(given.get(name, ""), str):
-                msg = f"extra config: {name!r} must be a text, found {given[name]!r}"
-                raise ConfigError(msg)
+        check_options("extra config", given, known, ("path", "tenant", "weights"))
         options = cls(**given)
         ttl: object = options.window_ttl
         if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
