@@ -1,16 +1,18 @@
 """What the connector costs vLLM: CPU seconds of the process per token, with it over without it.
 
-Two engines run in processes of their own, one with a store and one without, and take turns: A B, B A, ... Each
-turn is a batch of prompts that neither has seen. CPU seconds are those of all threads of a process, background
-saves and their commit included. A pair's ratio is compared within the pair, so what else the machine does
-between pairs does not count.
+Three engines run in processes of their own and take turns in changing order: one without a connector, one with
+a connector that does nothing, one with kvstore's. Each turn is a batch of prompts that none has seen. CPU seconds
+are those of all threads of a process, background saves and their commit included. A turn's ratios are taken
+within the turn, so what else the machine does between turns does not count. The connector that does nothing
+shows what of the difference is vLLM's own: it runs otherwise when it has one.
 
 * ``none``: no prompt has anything in common with another: the store only saves.
 * ``local``: nine tenths of each prompt are in vLLM's own prefix cache.
 
-Run:    python -m bench.vllm_overhead [--json] [--pairs 12] [--model FOLDER]
+Run:    python -m bench.vllm_overhead [--json] [--turns 12] [--model FOLDER]
 Needs:  vLLM, and the demo's model unless another is named; some minutes, and nothing beside it.
-Shows:  the median ratio of each case, and the interval that holds it with 95 % confidence (order statistics).
+Shows:  for each case the median ratio of kvstore to none, of the idle connector to none, and of kvstore to the
+        idle connector, with the interval that holds it with 95 % confidence (order statistics).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +34,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
+SIDES = ("none", "idle", "kvstore")
+RATIOS = (("kvstore", "none"), ("idle", "none"), ("kvstore", "idle"))
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -45,44 +49,57 @@ SHARED_TOKENS = PROMPT_TOKENS * 9 // 10
 
 
 def batch(case: str, turn: int, vocab: int) -> list[list[int]]:
-    """Return the prompts of a turn, the same for both engines: random ids below ``vocab``."""
+    """Return the prompts of a turn, the same for all engines: random ids below ``vocab``."""
     rng = np.random.default_rng([turn, case == "local"])
     count = SHARED_TOKENS if case == "local" else 0
     shared = np.random.default_rng(0).integers(0, vocab, count).tolist()
     return [shared + rng.integers(0, vocab, PROMPT_TOKENS - count).tolist() for _ in range(BATCH)]
 
 
-def serve(model: str, store: str) -> None:
-    """Answer turns from standard input until it ends. Runs in a process of its own."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no answer
-    from vllm import LLM, SamplingParams
+def connector(side: str, store: str) -> dict[str, Any]:
+    """Return what tells vLLM which connector to load."""
     from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    options: dict[str, Any] = {}
-    if store:
-        options["kv_transfer_config"] = KVTransferConfig(
+    if side == "none":
+        return {}
+    if side == "idle":
+        found = KVTransferConfig(
+            kv_connector="IdleConnector",
+            kv_connector_module_path="bench.vllm_idle",
+            kv_role="kv_both",
+        )
+    else:
+        found = KVTransferConfig(
             kv_connector="KVStoreConnector",
             kv_connector_module_path="kvstore.engine.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"path": store, "ssd_bytes": "8GiB"},
         )
+    return {"kv_transfer_config": found}
+
+
+def serve(model: str, side: str, store: str) -> None:
+    """Answer turns from standard input until it ends. Runs in a process of its own."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no answer
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
     engine = LLM(
         model=model,
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
         skip_tokenizer_init=True,
-        **options,
+        **connector(side, store),
     )
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     for line in sys.stdin:
         prompts = [{"prompt_token_ids": ids} for ids in json.loads(line)]
         began, wall = time.process_time(), time.perf_counter()
         made = engine.generate(prompts, greedy, use_tqdm=False)
-        if has_kv_transfer_group():
+        if side == "kvstore" and has_kv_transfer_group():
             get_kv_transfer_group().worker_side.flush()
         answer = {
             "cpu_seconds": time.process_time() - began,
@@ -95,7 +112,7 @@ def serve(model: str, store: str) -> None:
 
 
 class Engine:
-    """One of the two engines, in a process of its own."""
+    """One of the engines, in a process of its own."""
 
     def __init__(self, child: subprocess.Popen[str]) -> None:
         self._child = child
@@ -114,10 +131,10 @@ class Engine:
 
 
 @contextmanager
-def engine(model: str, store: str) -> Iterator[Engine]:
-    """Start an engine; ``store`` is a folder, or empty for none."""
+def engine(model: str, side: str, store: Path) -> Iterator[Engine]:
+    """Start the engine of one side; ``store`` is the folder that a store may use."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "bench.vllm_overhead", "--child", model, store],
+        [sys.executable, "-m", "bench.vllm_overhead", "--child", model, side, str(store)],
         cwd=ROOT,
         env={**SETTINGS, **os.environ},
         stdin=subprocess.PIPE,
@@ -144,40 +161,46 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     return ordered[low], ordered[n - 1 - low]
 
 
-def measure(model: str, pairs: int, folder: Path) -> dict[str, Any]:
+def measure(model: str, turns: int, folder: Path) -> dict[str, Any]:
     """Return the ratios of every case."""
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     vocab = int(config["vocab_size"]) - 1
     found: dict[str, Any] = {
-        "pairs": pairs,
+        "turns": turns,
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
     }
-    with engine(model, "") as plain, engine(model, str(folder / "store")) as kept:
+    with ExitStack() as stack:
+        engines = {
+            side: stack.enter_context(engine(model, side, folder / "store")) for side in SIDES
+        }
         for case in ("none", "local"):
-            for side in (plain, kept):
-                side.turn(batch(case, 10_000, vocab))  # warms up, and fills the prefix cache
-            ratios, plain_cost, kept_cost, cached = [], [], [], 0.0
-            for turn in range(pairs):
+            for side in SIDES:
+                engines[side].turn(batch(case, 10_000, vocab))  # warms up, fills the prefix cache
+            costs: dict[str, list[float]] = {side: [] for side in SIDES}
+            cached = 0.0
+            for turn in range(turns):
                 prompts = batch(case, turn, vocab)
-                order = (plain, kept) if turn % 2 == 0 else (kept, plain)
-                costs = {side: side.turn(prompts) for side in order}
-                mine, theirs = costs[kept], costs[plain]
-                plain_cost.append(theirs["cpu_seconds"] / theirs["tokens"])
-                kept_cost.append(mine["cpu_seconds"] / mine["tokens"])
-                ratios.append(kept_cost[-1] / plain_cost[-1])
-                cached += theirs["cached"] / (BATCH * PROMPT_TOKENS)
-            low, high = interval(ratios)
+                first = turn % len(SIDES)
+                for side in SIDES[first:] + SIDES[:first]:
+                    answer = engines[side].turn(prompts)
+                    costs[side].append(1000 * answer["cpu_seconds"] / answer["tokens"])
+                    cached += answer["cached"] / (BATCH * PROMPT_TOKENS * len(SIDES))
             found[case] = {
-                "median_ratio": median(ratios),
-                "low": low,
-                "high": high,
-                "ratios": ratios,
-                "local_hit_share": cached / pairs,
-                "plain_cpu_ms_per_token": 1000 * median(plain_cost),
-                "kvstore_cpu_ms_per_token": 1000 * median(kept_cost),
+                "local_hit_share": cached / turns,
+                "cpu_ms_per_token": {side: median(costs[side]) for side in SIDES},
+                "ratios": {
+                    f"{over}/{under}": ratio(costs[over], costs[under]) for over, under in RATIOS
+                },
             }
     return found
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Return the median of the turns' ratios, and the interval that holds it."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    low, high = interval(ratios)
+    return {"median": median(ratios), "low": low, "high": high}
 
 
 def main() -> int:
@@ -185,9 +208,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--model", help="a folder with a model; default: the demo's")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         serve(*chosen.child)
@@ -196,17 +219,16 @@ def main() -> int:
 
     model = chosen.model or str(prepare(lambda text: print(text, file=sys.stderr)))
     with tempfile.TemporaryDirectory(prefix="kvstore-overhead-") as folder:
-        found = measure(model, chosen.pairs, Path(folder))
+        found = measure(model, chosen.turns, Path(folder))
     if chosen.json:
         print(json.dumps(found, indent=2))
     else:
         for case in ("none", "local"):
             it = found[case]
-            print(
-                f"{case:6} {it['median_ratio']:.3f} [{it['low']:.3f}, {it['high']:.3f}]   "
-                f"{it['plain_cpu_ms_per_token']:.3f} -> {it['kvstore_cpu_ms_per_token']:.3f} ms/token, "
-                f"{it['local_hit_share']:.0%} cached locally"
-            )
+            costs = ", ".join(f"{side} {it['cpu_ms_per_token'][side]:.3f}" for side in SIDES)
+            print(f"{case}: {it['local_hit_share']:.0%} cached locally; CPU ms a token: {costs}")
+            for name, one in it["ratios"].items():
+                print(f"  {name:13} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]")
     return 0
 
 
