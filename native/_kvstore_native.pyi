@@ -1,7 +1,9 @@
 """Types of the C module. The contract, and what each function does, is in kvstore_native.h."""
 
 class CData:
-    """A C pointer or struct."""
+    """A C pointer, struct or number."""
+
+    def __int__(self) -> int: ...
 
 class PackStats(CData):
     """A ``struct kvstore_pack_stats *``; cffi reads its fields through the pointer."""
@@ -12,7 +14,7 @@ class PackStats(CData):
 class FFI:
     """The part of cffi's FFI object that kvstore uses."""
 
-    def cast(self, ctype: str, value: int) -> CData: ...
+    def cast(self, ctype: str, value: int | CData) -> CData: ...
     def new(self, ctype: str) -> PackStats: ...
 
 class Lib:
@@ -27,6 +29,8 @@ class Lib:
     KVSTORE_ERR_NULL: int
     KVSTORE_ERR_STRIDE: int
     KVSTORE_ERR_OVERLAP: int
+    KVSTORE_ERR_LEVEL: int
+    KVSTORE_ERR_ALIGN: int
     KVSTORE_F32: int
     KVSTORE_F16: int
     KVSTORE_BF16: int
@@ -40,49 +44,30 @@ class Lib:
     KVSTORE_RULE_EVEN: int
     KVSTORE_RULE_RCEIL: int
     KVSTORE_RULE_AMAX: int
+    KVSTORE_LEVEL_PORTABLE: int
+    KVSTORE_LEVEL_AVX2: int
 
     def kvstore_native_version(self) -> int: ...
-    def kvstore_fp4_pack(
+    def kvstore_level(self) -> int: ...
+    def kvstore_codec_bytes(self) -> int: ...
+    def kvstore_codec_prepare(
         self,
-        values: CData,
+        codec: CData,
         dtype: int,
-        rows: int,
-        row_values: int,
-        value_stride: int,
         entry_format: int,
         rule: int,
         global_scale: float,
-        nibbles: CData,
-        nibble_stride: int,
-        scales: CData,
-        scale_stride: int,
-        stats: CData,
+        level: int,
+        streamed_bytes: int,
         /,
     ) -> int: ...
-    def kvstore_fp4_unpack(
+    def kvstore_pack(
         self,
-        nibbles: CData,
-        nibble_stride: int,
-        scales: CData,
-        scale_stride: int,
-        rows: int,
-        row_values: int,
-        entry_format: int,
-        global_scale: float,
+        codec: CData,
         values: CData,
-        dtype: int,
-        value_stride: int,
-        /,
-    ) -> int: ...
-    def kvstore_fp8_pack(
-        self,
-        values: CData,
-        dtype: int,
         rows: int,
         row_values: int,
         value_stride: int,
-        entry_format: int,
-        rule: int,
         codes: CData,
         code_stride: int,
         scales: CData,
@@ -90,17 +75,16 @@ class Lib:
         stats: CData,
         /,
     ) -> int: ...
-    def kvstore_fp8_unpack(
+    def kvstore_unpack(
         self,
+        codec: CData,
         codes: CData,
         code_stride: int,
         scales: CData,
         scale_stride: int,
         rows: int,
         row_values: int,
-        entry_format: int,
         values: CData,
-        dtype: int,
         value_stride: int,
         /,
     ) -> int: ...

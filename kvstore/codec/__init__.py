@@ -6,21 +6,14 @@ the C kernels but not torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvstore.codec import native
-from kvstore.codec.fp4 import Fp4Kernel
-from kvstore.codec.fp8 import Fp8Kernel
 from kvstore.codec.packed import Kernel, PackedCodec
 from kvstore.codec.protocol import Codec
 from kvstore.codec.raw import DTYPES, RawCodec
 from kvstore.errors import ConfigError
 from kvstore.layout import LayerGroup
 
-_KERNELS: Mapping[str, type[Kernel]] = {
-    **dict.fromkeys(native.FP4_FORMATS, Fp4Kernel),
-    **dict.fromkeys(native.FP8_FORMATS, Fp8Kernel),
-}
+_PACKED = (*native.FP4_FORMATS, *native.FP8_FORMATS)
 __all__ = ["Codec", "codec_for"]
 
 
@@ -32,10 +25,9 @@ def codec_for(group: LayerGroup) -> Codec:
     """
     if group.entry_format in DTYPES:
         return RawCodec(group)
-    if group.entry_format in _KERNELS:
-        kernel = _KERNELS[group.entry_format]
-        return PackedCodec(group, kernel(group.entry_format, group.scale_rule))
-    known = ", ".join([*DTYPES, *_KERNELS])
+    if group.entry_format in _PACKED:
+        return PackedCodec(group, Kernel(group.entry_format, group.scale_rule))
+    known = ", ".join([*DTYPES, *_PACKED])
     raise ConfigError(
         f"group {group.name!r}: entry format {group.entry_format!r} has no codec, "
         f"expected one of {known}; its entries can be stored and read as bytes"

@@ -6,99 +6,28 @@ The formats and their rules are normative in docs/format.md, section 3;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from typing_extensions import override
 
 from kvstore.codec import native, packed
 from kvstore.codec.packed import Kernel, PackStats
 
 if TYPE_CHECKING:
-    import torch
-
     from kvstore.codec.arrays import Array, ArrayT, DType
 
-__all__ = ["Fp4Kernel", "PackStats", "pack", "relative_error", "unpack"]
+__all__ = ["PackStats", "pack", "relative_error", "unpack"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fp4Kernel(Kernel):
-    """An FP4 format, the rule of its scales, and the global scale that all of its rows share."""
-
-    names = ("nibbles", "scales")
-
-    global_scale: float = 1.0
-
-    @override
-    def pack(
-        self,
-        values: native.Rows,
-        codes: native.Rows,
-        scales: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> tuple[int, int]:
-        return native.fp4_pack(
-            values,
-            codes,
-            scales,
-            rows=rows,
-            row_values=row_values,
-            dtype=dtype,
-            entry_format=native.FP4_FORMATS[self.entry_format],
-            rule=native.RULES[self.scale_rule],
-            global_scale=self.global_scale,
-        )
-
-    @override
-    def unpack(
-        self,
-        codes: native.Rows,
-        scales: native.Rows,
-        values: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> None:
-        native.fp4_unpack(
-            codes,
-            scales,
-            values,
-            rows=rows,
-            row_values=row_values,
-            dtype=dtype,
-            entry_format=native.FP4_FORMATS[self.entry_format],
-            global_scale=self.global_scale,
-        )
-
-    @override
-    def unpack_tensors(self, codes: torch.Tensor, scales: torch.Tensor, dtype: str) -> torch.Tensor:
-        from kvstore.codec import torch_decode
-
-        return torch_decode.unpack(codes, scales, self.entry_format, dtype, self.global_scale)
-
-
-def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Fp4Kernel:
+def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Kernel:
     rule = packed.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
     if not 2.0**-100 <= global_scale <= 2.0**100:
         raise ValueError(f"global_scale must lie in [2**-100, 2**100], found {global_scale!r}")
     if global_scale != 1 and entry_format == "mxfp4":
         raise ValueError(f"mxfp4 has no global scale, expected 1, found {global_scale!r}")
-    return Fp4Kernel(entry_format, rule, global_scale)
-
-
-def _packing_kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Fp4Kernel:
-    """As the kernel that unpacks, where the rule does not matter; ``v41`` has no global scale."""
-    kernel = _kernel(entry_format, scale_rule, global_scale)
-    if global_scale != 1 and kernel.scale_rule == "v41":
+    if global_scale != 1 and rule == "v41":
         raise ValueError(
             f"scale rule 'v41' has no global scale, expected 1, found {global_scale!r}"
         )
-    return kernel
+    return Kernel(entry_format, rule, global_scale)
 
 
 def pack(
@@ -129,7 +58,7 @@ def pack(
     Cost: reads the array where it lies, unless the last axis is not contiguous: then one copy. A
         tensor on another device is copied to the host, and its result back: this synchronises.
     """
-    kernel = _packing_kernel(entry_format, scale_rule, global_scale)
+    kernel = _kernel(entry_format, scale_rule, global_scale)
     return packed.pack(values, kernel, out=out, stats=stats)
 
 
@@ -155,7 +84,9 @@ def unpack(
 
     Cost: as :func:`pack`, but tensors of another device are decoded there, by a table lookup.
     """
-    kernel = _kernel(entry_format, None, global_scale)
+    # Which rule chose the scales makes no difference here; but only one allows a global scale.
+    rule = "torchao" if entry_format == "nvfp4" else None
+    kernel = _kernel(entry_format, rule, global_scale)
     return packed.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
 
 
@@ -168,4 +99,4 @@ def relative_error(
 
     Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
     """
-    return packed.relative_error(values, _packing_kernel(entry_format, scale_rule, global_scale))
+    return packed.relative_error(values, _kernel(entry_format, scale_rule, global_scale))

@@ -7,81 +7,20 @@ NumPy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from typing_extensions import override
 
 from kvstore.codec import native, packed
 from kvstore.codec.packed import Kernel, PackStats
 
 if TYPE_CHECKING:
-    import torch
-
     from kvstore.codec.arrays import Array, ArrayT, DType
 
-__all__ = ["Fp8Kernel", "PackStats", "pack", "relative_error", "unpack"]
+__all__ = ["PackStats", "pack", "relative_error", "unpack"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Kernel(Kernel):
-    """An FP8 format and the rule of its scales."""
-
-    names = ("codes", "scales")
-
-    @override
-    def pack(
-        self,
-        values: native.Rows,
-        codes: native.Rows,
-        scales: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> tuple[int, int]:
-        return native.fp8_pack(
-            values,
-            codes,
-            scales,
-            rows=rows,
-            row_values=row_values,
-            dtype=dtype,
-            entry_format=native.FP8_FORMATS[self.entry_format],
-            rule=native.RULES[self.scale_rule],
-        )
-
-    @override
-    def unpack(
-        self,
-        codes: native.Rows,
-        scales: native.Rows,
-        values: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> None:
-        native.fp8_unpack(
-            codes,
-            scales,
-            values,
-            rows=rows,
-            row_values=row_values,
-            dtype=dtype,
-            entry_format=native.FP8_FORMATS[self.entry_format],
-        )
-
-    @override
-    def unpack_tensors(self, codes: torch.Tensor, scales: torch.Tensor, dtype: str) -> torch.Tensor:
-        from kvstore.codec import torch_decode
-
-        return torch_decode.unpack_fp8(codes, scales, self.entry_format, dtype)
-
-
-def _kernel(entry_format: str, scale_rule: str | None = None) -> Fp8Kernel:
+def _kernel(entry_format: str, scale_rule: str | None = None) -> Kernel:
     rule = packed.check_format(entry_format, scale_rule, native.FP8_FORMATS, "FP8")
-    return Fp8Kernel(entry_format, rule)
+    return Kernel(entry_format, rule)
 
 
 def pack(

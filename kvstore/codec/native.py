@@ -6,12 +6,20 @@ become exceptions. What each call does is written in native/include/kvstore_nati
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from _kvstore_native import ffi, lib
 
-VERSION = 2
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _kvstore_native import CData
+
+VERSION = 3
 """Contract version that this module was written for."""
 
 if lib.kvstore_native_version() != VERSION:
@@ -27,6 +35,7 @@ DTYPES: Mapping[str, int] = {
 }
 FP4_FORMATS: Mapping[str, int] = {"nvfp4": lib.KVSTORE_NVFP4, "mxfp4": lib.KVSTORE_MXFP4}
 FP8_FORMATS: Mapping[str, int] = {"mxfp8": lib.KVSTORE_MXFP8, "fp8": lib.KVSTORE_FP8}
+_FORMATS: Mapping[str, int] = {**FP4_FORMATS, **FP8_FORMATS}
 RULES: Mapping[str, int] = {
     "v41": lib.KVSTORE_RULE_V41,
     "torchao": lib.KVSTORE_RULE_TORCHAO,
@@ -36,20 +45,23 @@ RULES: Mapping[str, int] = {
     "amax": lib.KVSTORE_RULE_AMAX,
 }
 
+LEVELS: Mapping[str, int] = {"portable": lib.KVSTORE_LEVEL_PORTABLE, "avx2": lib.KVSTORE_LEVEL_AVX2}
+"""Instructions that kernels may use, lowest first; all compute the same bytes."""
+LEVEL_VARIABLE = "KVSTORE_LEVEL"
+
 _MESSAGES: Mapping[int, str] = {
     lib.KVSTORE_ERR_DTYPE: f"unknown element type, expected one of {', '.join(DTYPES)}",
-    lib.KVSTORE_ERR_FORMAT: (
-        f"unknown format, expected one of {', '.join(FP4_FORMATS)} for FP4, "
-        f"{', '.join(FP8_FORMATS)} for FP8"
-    ),
+    lib.KVSTORE_ERR_FORMAT: f"unknown format, expected one of {', '.join(_FORMATS)}",
     lib.KVSTORE_ERR_RULE: "the format has no such scale rule",
     lib.KVSTORE_ERR_GLOBAL_SCALE: (
-        "global_scale must lie in [2**-100, 2**100], and be 1 for mxfp4 and for the rule v41"
+        "global_scale must lie in [2**-100, 2**100], and be 1 but for the rule torchao"
     ),
     lib.KVSTORE_ERR_SHAPE: "a row must hold a whole number of blocks, and a row of fp8 a value",
     lib.KVSTORE_ERR_NULL: "a buffer that is not empty has the address 0",
     lib.KVSTORE_ERR_STRIDE: "rows of an output overlap: its stride is shorter than a row",
     lib.KVSTORE_ERR_OVERLAP: "an output shares memory with another buffer",
+    lib.KVSTORE_ERR_LEVEL: "this processor does not have the level",
+    lib.KVSTORE_ERR_ALIGN: "a codec must be aligned to 64 bytes",
 }
 
 
@@ -65,130 +77,138 @@ class Rows:
     stride: int
 
 
-def _check(code: int, family: str) -> None:
-    if code != lib.KVSTORE_OK:
-        raise ValueError(f"{family}: {_MESSAGES.get(code, f'unknown code {code}')} (code {code})")
+def levels() -> tuple[str, ...]:
+    """Return the levels that this processor can run, lowest first."""
+    return tuple(name for name, level in LEVELS.items() if level <= lib.kvstore_level())
 
 
-def fp4_pack(
-    values: Rows,
-    nibbles: Rows,
-    scales: Rows,
-    *,
-    rows: int,
-    row_values: int,
-    dtype: int,
-    entry_format: int,
-    rule: int,
-    global_scale: float,
-) -> tuple[int, int]:
-    """Pack rows, and return how many NaN blocks and how many infinities they held.
+@functools.cache
+def default_level() -> str:
+    """Return the level that is used unless another is asked for.
+
+    It is the highest, or what the environment variable KVSTORE_LEVEL names.
 
     Raises:
-        ValueError: for any code but KVSTORE_OK; nothing was written then.
-
-    Threads: the GIL is released; the buffers must stay alive and unshared until it returns.
+        ConfigError: if it names none, or none that this processor can run.
     """
-    stats = ffi.new("struct kvstore_pack_stats *")
-    code = lib.kvstore_fp4_pack(
-        ffi.cast("void *", values.address),
-        dtype,
-        rows,
-        row_values,
-        values.stride,
-        entry_format,
-        rule,
-        global_scale,
-        ffi.cast("uint8_t *", nibbles.address),
-        nibbles.stride,
-        ffi.cast("uint8_t *", scales.address),
-        scales.stride,
-        stats,
-    )
-    _check(code, "fp4")
-    return stats.nan_blocks, stats.inf_values
+    return choose_level(os.environ.get(LEVEL_VARIABLE, ""))
 
 
-def fp4_unpack(
-    nibbles: Rows,
-    scales: Rows,
-    values: Rows,
-    *,
-    rows: int,
-    row_values: int,
-    dtype: int,
-    entry_format: int,
+def choose_level(name: str) -> str:
+    """Return the level of that name, or the highest for an empty one. Raises as its caller."""
+    if name and name not in levels():
+        raise ConfigError(
+            f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this "
+            "processor can run"
+        )
+    return name or levels()[-1]
+
+
+def _streamed_bytes() -> int:
+    # Half of the last cache: a larger output evicts itself before anyone reads it.
+    try:
+        cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError):
+        cache = 0
+    return cache // 2 if cache > 0 else _UNKNOWN_CACHE_BYTES // 2
+
+
+_UNKNOWN_CACHE_BYTES = 32 << 20
+STREAMED_BYTES = _streamed_bytes()
+"""An output from this size on is written past the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A format and a dtype with the tables of their kernels. Made by :func:`prepare`.
+
+    Threads: any number may use one at once.
+    """
+
+    _pointer: CData
+    _memory: CData
+    """Owns what the pointer points into."""
+
+    def pack(
+        self, values: Rows, codes: Rows, scales: Rows, *, rows: int, row_values: int
+    ) -> tuple[int, int]:
+        """Pack rows, and return how many NaN blocks and how many infinities they held.
+
+        Raises:
+            ValueError: for any code but KVSTORE_OK; nothing was written then.
+
+        Threads: the GIL is released; the buffers must stay alive and unshared until it returns.
+        """
+        stats = ffi.new("struct kvstore_pack_stats *")
+        code = lib.kvstore_pack(
+            self._pointer,
+            ffi.cast("void *", values.address),
+            rows,
+            row_values,
+            values.stride,
+            ffi.cast("uint8_t *", codes.address),
+            codes.stride,
+            ffi.cast("uint8_t *", scales.address),
+            scales.stride,
+            stats,
+        )
+        _check(code)
+        return stats.nan_blocks, stats.inf_values
+
+    def unpack(
+        self, codes: Rows, scales: Rows, values: Rows, *, rows: int, row_values: int
+    ) -> None:
+        """Unpack rows. Raises and threads as :meth:`pack`."""
+        code = lib.kvstore_unpack(
+            self._pointer,
+            ffi.cast("uint8_t *", codes.address),
+            codes.stride,
+            ffi.cast("uint8_t *", scales.address),
+            scales.stride,
+            rows,
+            row_values,
+            ffi.cast("void *", values.address),
+            values.stride,
+        )
+        _check(code)
+
+
+@functools.lru_cache(maxsize=64)
+def prepare(
+    entry_format: str,
+    scale_rule: str,
+    dtype: str,
     global_scale: float,
-) -> None:
-    """Unpack rows. Raises and threads as :func:`fp4_pack`."""
-    code = lib.kvstore_fp4_unpack(
-        ffi.cast("uint8_t *", nibbles.address),
-        nibbles.stride,
-        ffi.cast("uint8_t *", scales.address),
-        scales.stride,
-        rows,
-        row_values,
-        entry_format,
+    level: str,
+    streamed_bytes: int = STREAMED_BYTES,
+) -> Prepared:
+    """Return the kernels of a format, its rule and the dtype of its wide side.
+
+    Raises:
+        ValueError: for a rule, a global scale or a level that cannot be.
+
+    Cost: a millisecond and 45 KB, the first time.
+    """
+    size = lib.kvstore_codec_bytes()
+    memory = ffi.new(f"char[{size + _ALIGNMENT}]")
+    address = int(ffi.cast("uintptr_t", memory)) + _ALIGNMENT - 1
+    pointer = ffi.cast("struct kvstore_codec *", address // _ALIGNMENT * _ALIGNMENT)
+    code = lib.kvstore_codec_prepare(
+        pointer,
+        DTYPES[dtype],
+        _FORMATS[entry_format],
+        RULES[scale_rule],
         global_scale,
-        ffi.cast("void *", values.address),
-        dtype,
-        values.stride,
+        LEVELS[level],
+        streamed_bytes,
     )
-    _check(code, "fp4")
+    _check(code)
+    return Prepared(pointer, memory)
 
 
-def fp8_pack(
-    values: Rows,
-    codes: Rows,
-    scales: Rows,
-    *,
-    rows: int,
-    row_values: int,
-    dtype: int,
-    entry_format: int,
-    rule: int,
-) -> tuple[int, int]:
-    """Pack rows. Returns, raises and threads as :func:`fp4_pack`; a row of FP8 is one block."""
-    stats = ffi.new("struct kvstore_pack_stats *")
-    code = lib.kvstore_fp8_pack(
-        ffi.cast("void *", values.address),
-        dtype,
-        rows,
-        row_values,
-        values.stride,
-        entry_format,
-        rule,
-        ffi.cast("uint8_t *", codes.address),
-        codes.stride,
-        ffi.cast("uint8_t *", scales.address),
-        scales.stride,
-        stats,
-    )
-    _check(code, "fp8")
-    return stats.nan_blocks, stats.inf_values
+_ALIGNMENT = 64
 
 
-def fp8_unpack(
-    codes: Rows,
-    scales: Rows,
-    values: Rows,
-    *,
-    rows: int,
-    row_values: int,
-    dtype: int,
-    entry_format: int,
-) -> None:
-    """Unpack rows. Raises and threads as :func:`fp4_pack`."""
-    code = lib.kvstore_fp8_unpack(
-        ffi.cast("uint8_t *", codes.address),
-        codes.stride,
-        ffi.cast("uint8_t *", scales.address),
-        scales.stride,
-        rows,
-        row_values,
-        entry_format,
-        ffi.cast("void *", values.address),
-        dtype,
-        values.stride,
-    )
-    _check(code, "fp8")
+def _check(code: int) -> None:
+    if code != lib.KVSTORE_OK:
+        raise ValueError(f"{_MESSAGES.get(code, 'unknown code')} (code {code})")

@@ -1,17 +1,16 @@
 """Packed formats for arrays and tensors: checks, shapes and memory around the C kernels.
 
 The last axis is packed to two planes, the codes of its values and the scales that they share. What
-the bytes of a plane mean is for a kernel to know: :mod:`kvstore.codec.fp4` and
-:mod:`kvstore.codec.fp8`. The formats are normative in docs/format.md, section 3.
+the bytes of a plane mean is for the C kernels to know. The formats are normative in docs/format.md,
+section 3.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +54,7 @@ class PackStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel(ABC):
+class Kernel:
     """One packed format with its rule: rows of numbers to rows of codes and scales, and back.
 
     Invariants:
@@ -64,41 +63,30 @@ class Kernel(ABC):
     Threads: a kernel keeps no state.
     """
 
-    names: ClassVar[tuple[str, str]]
-    """What errors call the two planes."""
-
     entry_format: str
     scale_rule: str
+    global_scale: float = 1.0
+    """What every value is multiplied by; all rows share it."""
+    level: str | None = None
+    """One of ``native.levels()``; the default one if None."""
 
-    @abstractmethod
-    def pack(
-        self,
-        values: native.Rows,
-        codes: native.Rows,
-        scales: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> tuple[int, int]:
-        """Pack rows, and return how many NaN blocks and how many infinities they held."""
+    @property
+    def names(self) -> tuple[str, str]:
+        """What errors call the two planes."""
+        return ("nibbles" if self.entry_format in native.FP4_FORMATS else "codes", "scales")
 
-    @abstractmethod
-    def unpack(
-        self,
-        codes: native.Rows,
-        scales: native.Rows,
-        values: native.Rows,
-        *,
-        rows: int,
-        row_values: int,
-        dtype: int,
-    ) -> None:
-        """Unpack rows: the exact product, rounded once."""
+    def prepared(self, dtype: str) -> native.Prepared:
+        """Return the kernels for numbers of a dtype."""
+        level = native.default_level() if self.level is None else self.level
+        return native.prepare(self.entry_format, self.scale_rule, dtype, self.global_scale, level)
 
-    @abstractmethod
     def unpack_tensors(self, codes: torch.Tensor, scales: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Unpack checked tensors on their device, to the bits of :meth:`unpack`."""
+        """Unpack checked tensors on their device, to the bits of the C kernels."""
+        from kvstore.codec import torch_decode
+
+        if self.entry_format in native.FP8_FORMATS:
+            return torch_decode.unpack_fp8(codes, scales, self.entry_format, dtype)
+        return torch_decode.unpack(codes, scales, self.entry_format, dtype, self.global_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +200,10 @@ def pack(
     ]
     data = row_contiguous(source.data)
     check_apart({**dict(zip(names, targets, strict=True)), "values": data})
+    prepared = kernel.prepared(source.dtype)
     for run in row_runs(data, *targets):
         rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
-        nan_blocks, inf_values = kernel.pack(
-            *rows,
-            rows=run.rows,
-            row_values=data.shape[-1],
-            dtype=native.DTYPES[source.dtype],
-        )
+        nan_blocks, inf_values = prepared.pack(*rows, rows=run.rows, row_values=data.shape[-1])
         if stats is not None:
             stats.nan_blocks += nan_blocks
             stats.inf_values += inf_values
@@ -258,9 +242,10 @@ def unpack(
     target = _target(values, "out", shape, target_dtype)
     for source, name in zip(sources, kernel.names, strict=True):  # the two may share memory
         check_apart({"out": target, name: source})
+    prepared = kernel.prepared(target_dtype)
     for run in row_runs(*sources, target):
         rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
-        kernel.unpack(*rows, rows=run.rows, row_values=shape[-1], dtype=native.DTYPES[target_dtype])
+        prepared.unpack(*rows, rows=run.rows, row_values=shape[-1])
     return values
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.codec import native
-from kvstore.layout import FORMATS
+from kvstore.layout import FORMATS, SCALE_RULES
 
 BYTES = torch.uint8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,15 +52,13 @@ def _pairs(
     nibbles = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8), 256 // block_bytes).reshape(256, -1)
     table = torch.empty(256 * 256, 2, dtype=DTYPES[dtype])
-    native.fp4_unpack(
+    rule = "floor" if entry_format == "mxfp4" else "torchao"  # which one makes no difference here
+    native.prepare(entry_format, rule, dtype, global_scale, native.default_level()).unpack(
         native.Rows(nibbles.ctypes.data, nibbles.strides[0]),
         native.Rows(scales.ctypes.data, scales.strides[0]),
         native.Rows(table.data_ptr(), 512 * table.element_size()),
         rows=256,
         row_values=512,
-        dtype=native.DTYPES[dtype],
-        entry_format=native.FP4_FORMATS[entry_format],
-        global_scale=global_scale,
     )
     return table.to(device)
 
@@ -111,14 +109,13 @@ def _decoded(
 ) -> torch.Tensor:
     """Rows of codes as the kernel decodes them, for arrays of its own."""
     table = torch.empty(codes.shape, dtype=DTYPES[dtype])
-    native.fp8_unpack(
+    rule = SCALE_RULES[entry_format][0]
+    native.prepare(entry_format, rule, dtype, 1.0, native.default_level()).unpack(
         native.Rows(codes.ctypes.data, codes.strides[0]),
         native.Rows(scales.ctypes.data, scales.strides[0]),
         native.Rows(table.data_ptr(), table.stride(0) * table.element_size()),
         rows=codes.shape[0],
         row_values=codes.shape[1],
-        dtype=native.DTYPES[dtype],
-        entry_format=native.FP8_FORMATS[entry_format],
     )
     return table
 

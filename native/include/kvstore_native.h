@@ -16,27 +16,27 @@ int kvstore_native_version(void);
 enum {
     KVSTORE_OK = 0,
     KVSTORE_ERR_DTYPE = -1,        /* no such element type */
-    KVSTORE_ERR_FORMAT = -2,       /* no such format, or not one of the function's */
+    KVSTORE_ERR_FORMAT = -2,       /* no such format */
     KVSTORE_ERR_RULE = -3,         /* no such scale rule for the format */
     KVSTORE_ERR_GLOBAL_SCALE = -4, /* outside [2^-100, 2^100], or not 1 where it must be */
     KVSTORE_ERR_SHAPE = -5,        /* row_values does not fill blocks, or is 0 for FP8 */
     KVSTORE_ERR_NULL = -6,         /* a null pointer to something that is not empty */
     KVSTORE_ERR_STRIDE = -7,       /* output rows overlap, or a plane exceeds the address space */
-    KVSTORE_ERR_OVERLAP = -8       /* an output shares bytes with another buffer */
+    KVSTORE_ERR_OVERLAP = -8,      /* an output shares bytes with another buffer */
+    KVSTORE_ERR_LEVEL = -9,        /* this processor or this library does not have the level */
+    KVSTORE_ERR_ALIGN = -10        /* a codec is not aligned to 64 bytes */
 };
 
 /* Element types of the wide side. Native byte order; no alignment is needed. */
 enum { KVSTORE_F32 = 0, KVSTORE_F16 = 1, KVSTORE_BF16 = 2 };
 
-/* FP4 formats: E2M1 values in blocks that share one scale byte. docs/format.md, section 3.
- *   NVFP4  16 values, scale E4M3, value = e2m1 * e4m3 * global_scale
- *   MXFP4  32 values, scale E8M0 (byte e means 2^(e - 127)), value = e2m1 * 2^(e - 127) */
-enum { KVSTORE_NVFP4 = 0, KVSTORE_MXFP4 = 1 };
-
-/* FP8 formats: E4M3 codes (largest 448, no infinity, NaN 0x7F and 0xFF).
- *   MXFP8  32 values, scale E8M0, value = e4m3 * 2^(e - 127)
- *   FP8    a whole row, scale a float32 in 4 bytes, the lowest first, value = e4m3 * scale */
-enum { KVSTORE_MXFP8 = 2, KVSTORE_FP8 = 3 };
+/* Formats: blocks of values that share one scale. docs/format.md, section 3.
+ *   NVFP4  16 values of E2M1, scale E4M3, value = e2m1 * e4m3 * global_scale
+ *   MXFP4  32 values of E2M1, scale E8M0 (byte e means 2^(e - 127)), value = e2m1 * 2^(e - 127)
+ *   MXFP8  32 values of E4M3, scale E8M0, value = e4m3 * 2^(e - 127)
+ *   FP8    a row of E4M3, scale a float32 in 4 bytes, the lowest first, value = e4m3 * scale
+ * E4M3 goes to 448, has no infinity, and NaN is 0x7F and 0xFF. */
+enum { KVSTORE_NVFP4 = 0, KVSTORE_MXFP4 = 1, KVSTORE_MXFP8 = 2, KVSTORE_FP8 = 3 };
 
 /* How a packer chooses a block's scale from its largest magnitude, amax.
  *   V41      NVFP4  e4m3(max(amax, 6 * 2^-9) / 6); elements are divided by it. global_scale is 1.
@@ -63,79 +63,72 @@ struct kvstore_pack_stats {
     uint64_t inf_values; /* infinities in the input */
 };
 
-/* Pack rows of numbers to FP4.
+/* Which instructions a kernel may use. A higher level computes the same bytes, sooner. */
+enum { KVSTORE_LEVEL_PORTABLE = 0, KVSTORE_LEVEL_AVX2 = 1 };
+
+/* Return the highest level that this processor can run and this library holds. */
+int kvstore_level(void);
+
+/* A format, its rule and the numbers they need, prepared once and used for any number of calls: an
+ * immutable value of kvstore_codec_bytes() bytes that any number of threads may share. */
+struct kvstore_codec;
+
+size_t kvstore_codec_bytes(void);
+
+/* Prepare a codec.
  *
- * values   in:  [rows, row_values] of dtype. Row r starts value_stride * r bytes after values.
- * nibbles  out: [rows, row_values / 2]. Value 2i is the low half of byte i, value 2i + 1 the high.
- * scales   out: [rows, row_values / block].
- * stats    in/out: counts are added; may be null.
+ * codec           out: kvstore_codec_bytes() bytes, aligned to 64.
+ * dtype           of the numbers on the wide side.
+ * rule            how pack chooses scales.
+ * global_scale    1, but for NVFP4 with the rule TORCHAO.
+ * level           at most kvstore_level().
+ * streamed_bytes  an output of unpack that is at least so large is written past the cache: faster
+ *                 where it would not stay there anyway.
  *
- * Elements are rounded to nearest, ties to even; magnitudes above 6 scales saturate; the sign of
- * zero is kept. A NaN anywhere makes its block NaN: scale 0x7F (NVFP4) or 0xFF (MXFP4), nibbles 0.
- * An infinity saturates, and so does the scale of its block.
+ * Takes about a millisecond. Returns any of the codes above but STRIDE and OVERLAP. */
+int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, int rule,
+                          float global_scale, int level, size_t streamed_bytes);
+
+/* Pack rows of numbers.
  *
- * Strides are in bytes and may be negative; rows of values may repeat (stride 0). Rows of nibbles
+ * values  in:  [rows, row_values] of dtype. Row r starts value_stride * r bytes after values.
+ * codes   out: FP4: [rows, row_values / 2]. Value 2i is the low half of byte i, 2i + 1 the high.
+ *              FP8: [rows, row_values].
+ * scales  out: NVFP4: [rows, row_values / 16], MXFP4 and MXFP8: [rows, row_values / 32],
+ *              FP8: [rows, 4].
+ * stats   in/out: counts are added; may be null.
+ *
+ * An element is the exact quotient of value and scale (TORCHAO: the product with the reciprocal,
+ * as a float), rounded to nearest, ties to even; magnitudes above the largest element (6, 448)
+ * saturate; the sign of zero is kept. A NaN anywhere makes its block NaN: scale 0x7F (NVFP4), 0xFF
+ * (MX) or 0x7FC00000 (FP8), codes 0. An infinity becomes the largest element. In blocks of 16 and
+ * 32 it saturates the scale too; in FP8 it does not count for amax, unless the finite values of
+ * its row are all zero: then amax is the largest float. A row of zeros has scale 0 in FP8, and
+ * any other row of FP8 at least 2^-149.
+ *
+ * Strides are in bytes and may be negative; rows of values may repeat (stride 0). Rows of codes
  * and scales may interleave, as in an entry that ends with its scales, but no byte may be in two
  * buffers. Subnormals count, even in a thread that flushes them to zero; the rounding mode must be
  * the default one.
  *
- * Returns any of the codes above. */
-int kvstore_fp4_pack(const void *values, int dtype, size_t rows, size_t row_values,
-                     ptrdiff_t value_stride, int format, int rule, float global_scale,
-                     uint8_t *nibbles, ptrdiff_t nibble_stride, uint8_t *scales,
-                     ptrdiff_t scale_stride, struct kvstore_pack_stats *stats);
+ * Returns OK, SHAPE, NULL, STRIDE or OVERLAP. */
+int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t rows,
+                 size_t row_values, ptrdiff_t value_stride, uint8_t *codes, ptrdiff_t code_stride,
+                 uint8_t *scales, ptrdiff_t scale_stride, struct kvstore_pack_stats *stats);
 
-/* Unpack rows of FP4 to numbers: the exact product, rounded once to dtype, to nearest even.
+/* Unpack rows to numbers: the exact product, rounded once to dtype, to nearest even.
  *
- * nibbles  in:  [rows, row_values / 2].
- * scales   in:  [rows, row_values / block].
- * values   out: [rows, row_values] of dtype.
- *
- * A NaN scale makes its block the quiet NaN 0x7FC00000, 0x7E00 or 0x7FC0. What exceeds dtype
- * becomes infinite. Bit 7 of an E4M3 scale, which no packer sets, is its sign.
- * global_scale is 1 for MXFP4. Strides and buffers as for kvstore_fp4_pack.
- *
- * Returns any of the codes above but KVSTORE_ERR_RULE. */
-int kvstore_fp4_unpack(const uint8_t *nibbles, ptrdiff_t nibble_stride, const uint8_t *scales,
-                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
-                       float global_scale, void *values, int dtype, ptrdiff_t value_stride);
-
-/* Pack rows of numbers to FP8.
- *
- * values  in:  [rows, row_values] of dtype.
- * codes   out: [rows, row_values].
- * scales  out: [rows, row_values / 32] for MXFP8, [rows, 4] for FP8.
- * stats   in/out: counts are added; may be null.
- *
- * A code is the one nearest to the exact quotient of value and scale, ties to even; magnitudes
- * above 448 scales saturate; the sign of zero is kept. A NaN anywhere makes its block NaN: scale
- * 0xFF (MXFP8) or 0x7FC00000 (FP8), codes 0. An infinity becomes 448 scales. In MXFP8 it saturates
- * the scale too; in FP8 it does not count for amax, unless the finite values of its row are all
- * zero: then amax is the largest float. A row of zeros has scale 0 (byte 0 in MXFP8); any other
- * row of FP8 has at least 2^-149.
- *
- * Strides, buffers and subnormals as for kvstore_fp4_pack. A row of FP8 holds at least one value.
- *
- * Returns any of the codes above but KVSTORE_ERR_GLOBAL_SCALE. */
-int kvstore_fp8_pack(const void *values, int dtype, size_t rows, size_t row_values,
-                     ptrdiff_t value_stride, int format, int rule, uint8_t *codes,
-                     ptrdiff_t code_stride, uint8_t *scales, ptrdiff_t scale_stride,
-                     struct kvstore_pack_stats *stats);
-
-/* Unpack rows of FP8 to numbers: the exact product, rounded once to dtype, to nearest even.
- *
- * codes   in:  [rows, row_values].
- * scales  in:  [rows, row_values / 32] for MXFP8, [rows, 4] for FP8.
- * values  out: [rows, row_values] of dtype.
+ * codes, scales  in:  as kvstore_pack writes them.
+ * values         out: [rows, row_values] of dtype.
  *
  * A NaN code or scale, and zero times an infinite scale, is the quiet NaN 0x7FC00000, 0x7E00 or
  * 0x7FC0. What exceeds dtype becomes infinite. Scales that no packer writes, negative or infinite,
- * are taken as the numbers that they are.
+ * are taken as the numbers that they are. Strides and buffers as for kvstore_pack.
  *
- * Returns any of the codes above but KVSTORE_ERR_RULE and KVSTORE_ERR_GLOBAL_SCALE. */
-int kvstore_fp8_unpack(const uint8_t *codes, ptrdiff_t code_stride, const uint8_t *scales,
-                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
-                       void *values, int dtype, ptrdiff_t value_stride);
+ * Returns OK, SHAPE, NULL, STRIDE or OVERLAP. */
+int kvstore_unpack(const struct kvstore_codec *codec, const uint8_t *codes, ptrdiff_t code_stride,
+                   const uint8_t *scales, ptrdiff_t scale_stride, size_t rows, size_t row_values,
+                   void *values, ptrdiff_t value_stride);
 
 /* cffi: end */
 

@@ -1,13 +1,11 @@
-/* FP4 packing, portable: the definition that faster versions are compared with.
+/* FP4 packing, portable: the definition that faster versions are made from and compared with.
  *
  * Arithmetic is in double, where every product and quotient below is exact or provably rounds the
  * same way, and no operand is ever a subnormal. Rounding to a narrow format is one function on
  * bits, because all of them (E2M1, E4M3, f16, bf16, f32) differ only in three numbers. */
-#include "kernels.h"
+#include "codec.h"
 
-#include <string.h>
-
-enum { BLOCK_MAX = 32, E2M1_CODES = 16 };
+enum { BLOCK_MAX = 32 };
 
 static const struct binary E2M1 = {1, 1, 3, 0x7, 0x7}; /* has no NaN: callers never ask for one */
 static const size_t BLOCK[] = {[KVSTORE_NVFP4] = 16, [KVSTORE_MXFP4] = 32};
@@ -22,7 +20,8 @@ static double scale_value(int format, uint8_t scale) {
 
 /* amax is the bits of a float that is no NaN. The quotients by 6 and by global_scale are floats,
  * as in the code that each rule is named after; for V41 that equals the exact quotient. */
-static uint8_t choose_scale(int rule, uint32_t amax, float global_scale) {
+static uint8_t choose_scale(const struct kvstore_codec *codec, uint32_t amax) {
+    const int rule = codec->rule;
     if (rule == KVSTORE_RULE_V41) {
         const double least = 6 * power_of_two(-9);
         const double value = widen(amax);
@@ -31,7 +30,7 @@ static uint8_t choose_scale(int rule, uint32_t amax, float global_scale) {
     if (rule == KVSTORE_RULE_TORCHAO) {
         float value;
         memcpy(&value, &amax, sizeof value);
-        const double quotient = value / 6.0F / global_scale;
+        const double quotient = value / 6.0F / codec->global_scale;
         const double least = power_of_two(-6);
         return (uint8_t)round_to(&E4M3, quotient > least ? quotient : least);
     }
@@ -53,141 +52,166 @@ static double float_product(double value, double factor) {
     return (float)(product > limit ? limit : product < -limit ? -limit : product);
 }
 
-static void pack_block(const unsigned char *values, int dtype, int format, int rule,
-                       float global_scale, uint8_t *nibbles, uint8_t *scale,
-                       struct kvstore_pack_stats *stats) {
-    const size_t block = BLOCK[format];
+/* How the elements of one block are made from its values. */
+struct divisor {
+    double scale;
+    double reciprocal; /* 0 where elements are divided */
+};
+
+static struct divisor divisor_of(const struct kvstore_codec *codec, uint8_t scale) {
+    const double value = scale_value(codec->format, scale);
+    const int is_product = codec->rule == KVSTORE_RULE_TORCHAO;
+    return (struct divisor){value, is_product ? 1.0F / codec->global_scale / (float)value : 0.0};
+}
+
+static uint8_t element_code(struct divisor by, uint32_t bits) {
+    const double value = widen(bits);
+    return (uint8_t)round_to(
+        &E2M1, by.reciprocal == 0 ? value / by.scale : float_product(value, by.reciprocal));
+}
+
+static uint32_t element_value(const struct kvstore_codec *codec, uint8_t scale, size_t element) {
+    const double factor = scale_value(codec->format, scale) * (double)codec->global_scale;
+    return round_to(&WIDE[codec->dtype], E2M1_VALUE[element] * factor); /* exact: 28 and 2 bits */
+}
+
+static void pack_block(const struct kvstore_codec *codec, const unsigned char *values,
+                       uint8_t *nibbles, uint8_t *scale, struct kvstore_pack_stats *stats) {
+    const size_t block = BLOCK[codec->format];
     uint32_t bits[BLOCK_MAX];
     uint32_t amax = 0; /* magnitudes compare as integers, with NaN above infinity */
     for (size_t i = 0; i < block; i++) {
-        bits[i] = load(values + i * WIDE_BYTES[dtype], dtype);
+        bits[i] = load(values + i * WIDE_BYTES[codec->dtype], codec->dtype);
         const uint32_t magnitude = bits[i] & F32_MAGNITUDE;
         amax = magnitude > amax ? magnitude : amax;
         stats->inf_values += magnitude == F32_INFINITY;
     }
     if (amax > F32_INFINITY) {
         stats->nan_blocks++;
-        *scale = NAN_SCALE[format];
+        *scale = NAN_SCALE[codec->format];
         memset(nibbles, 0, block / 2);
         return;
     }
-    *scale = choose_scale(rule, amax, global_scale);
-    const double divisor = scale_value(format, *scale);
-    const int multiply = rule == KVSTORE_RULE_TORCHAO;
-    const double reciprocal = multiply ? 1.0F / global_scale / (float)divisor : 0.0;
-    uint8_t codes[BLOCK_MAX];
-    for (size_t i = 0; i < block; i++) {
-        const double value = widen(bits[i]);
-        const double scaled = multiply ? float_product(value, reciprocal) : value / divisor;
-        codes[i] = (uint8_t)round_to(&E2M1, scaled);
-    }
+    *scale = choose_scale(codec, amax);
+    const struct divisor by = divisor_of(codec, *scale);
     for (size_t i = 0; i < block / 2; i++) {
-        nibbles[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+        nibbles[i] = (uint8_t)(element_code(by, bits[2 * i]) | element_code(by, bits[2 * i + 1])
+                                                                   << 4);
     }
 }
 
-static void unpack_block(const uint8_t *nibbles, uint8_t scale, int format, float global_scale,
-                         unsigned char *values, int dtype) {
-    const double factor = scale_value(format, scale) * (double)global_scale; /* exact: 28 bits */
-    uint32_t table[E2M1_CODES];
-    for (size_t code = 0; code < E2M1_CODES; code++) {
-        table[code] = round_to(&WIDE[dtype], E2M1_VALUE[code] * factor);
-    }
-    const size_t bytes = WIDE_BYTES[dtype];
-    for (size_t i = 0; i < BLOCK[format] / 2; i++) {
-        store(values + 2 * i * bytes, dtype, table[nibbles[i] & 0xF]);
-        store(values + (2 * i + 1) * bytes, dtype, table[nibbles[i] >> 4]);
+void fp4_pack_portable(const struct kvstore_codec *codec, const unsigned char *values,
+                       size_t count, uint8_t *codes, uint8_t *scales,
+                       struct kvstore_pack_stats *stats) {
+    const size_t block = BLOCK[codec->format];
+    const size_t block_bytes = block * WIDE_BYTES[codec->dtype];
+    for (size_t i = 0; i < count / block; i++) {
+        pack_block(codec, values + i * block_bytes, codes + i * block / 2, scales + i, stats);
     }
 }
 
-static int check_numbers(int dtype, int format, float global_scale, size_t row_values) {
-    if (dtype != KVSTORE_F32 && dtype != KVSTORE_F16 && dtype != KVSTORE_BF16) {
-        return KVSTORE_ERR_DTYPE;
+void fp4_unpack_portable(const struct kvstore_codec *codec, const uint8_t *codes,
+                         const uint8_t *scales, size_t count, unsigned char *values,
+                         int is_streamed) {
+    (void)is_streamed;
+    const size_t block = BLOCK[codec->format];
+    const size_t bytes = WIDE_BYTES[codec->dtype];
+    for (size_t i = 0; i < count / block; i++) {
+        uint32_t table[E2M1_CODES];
+        for (size_t element = 0; element < E2M1_CODES; element++) {
+            table[element] = element_value(codec, scales[i], element);
+        }
+        for (size_t j = i * block / 2; j < (i + 1) * block / 2; j++) {
+            store(values + 2 * j * bytes, codec->dtype, table[codes[j] & 0xF]);
+            store(values + (2 * j + 1) * bytes, codec->dtype, table[codes[j] >> 4]);
+        }
     }
-    if (format != KVSTORE_NVFP4 && format != KVSTORE_MXFP4) {
-        return KVSTORE_ERR_FORMAT;
-    }
-    /* Between these bounds every scale, its reciprocal and the quotient of both are normal floats.
-     * The negated test also refuses NaN. */
-    if (!(global_scale >= (float)power_of_two(-100) && global_scale <= (float)power_of_two(100)) ||
-        (format == KVSTORE_MXFP4 && global_scale != 1.0F)) {
-        return KVSTORE_ERR_GLOBAL_SCALE;
-    }
-    if (row_values % BLOCK[format] != 0 || row_values > (size_t)PTRDIFF_MAX / 4) {
-        return KVSTORE_ERR_SHAPE;
-    }
-    return KVSTORE_OK;
 }
 
-static int check_rule(int format, int rule, float global_scale) {
+int fp4_check(const struct kvstore_codec *codec) {
+    const int rule = codec->rule;
     const int nvfp4 = rule == KVSTORE_RULE_V41 || rule == KVSTORE_RULE_TORCHAO;
     const int mxfp4 =
         rule == KVSTORE_RULE_FLOOR || rule == KVSTORE_RULE_EVEN || rule == KVSTORE_RULE_RCEIL;
-    if (!(format == KVSTORE_NVFP4 ? nvfp4 : mxfp4)) {
+    if (!(codec->format == KVSTORE_NVFP4 ? nvfp4 : mxfp4)) {
         return KVSTORE_ERR_RULE;
     }
-    if (rule == KVSTORE_RULE_V41 && global_scale != 1.0F) {
+    /* Between these bounds every scale, its reciprocal and the quotient of both are normal floats.
+     * The negated test also refuses NaN. */
+    const float global_scale = codec->global_scale;
+    if (!(global_scale >= (float)power_of_two(-100) && global_scale <= (float)power_of_two(100)) ||
+        (rule != KVSTORE_RULE_TORCHAO && global_scale != 1.0F)) {
         return KVSTORE_ERR_GLOBAL_SCALE;
     }
     return KVSTORE_OK;
 }
 
-int kvstore_fp4_pack(const void *values, int dtype, size_t rows, size_t row_values,
-                     ptrdiff_t value_stride, int format, int rule, float global_scale,
-                     uint8_t *nibbles, ptrdiff_t nibble_stride, uint8_t *scales,
-                     ptrdiff_t scale_stride, struct kvstore_pack_stats *stats) {
-    int code = check_numbers(dtype, format, global_scale, row_values);
-    code = code ? code : check_rule(format, rule, global_scale);
-    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
-        return code;
-    }
-    const size_t block = BLOCK[format];
-    const size_t value_bytes = WIDE_BYTES[dtype];
-    const struct plane planes[3] = {{nibbles, row_values / 2, nibble_stride},
-                                    {scales, row_values / block, scale_stride},
-                                    {values, row_values * value_bytes, value_stride}};
-    code = check(planes, 2, rows);
-    if (code != KVSTORE_OK) {
-        return code;
-    }
-    struct kvstore_pack_stats unused = {0, 0};
-    for (size_t row = 0; row < rows; row++) {
-        const unsigned char *value_row =
-            (const unsigned char *)values + (ptrdiff_t)row * value_stride;
-        uint8_t *nibble_row = nibbles + (ptrdiff_t)row * nibble_stride;
-        uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
-        for (size_t i = 0; i < row_values / block; i++) {
-            pack_block(value_row + i * block * value_bytes, dtype, format, rule, global_scale,
-                       nibble_row + i * block / 2, scale_row + i, stats ? stats : &unused);
-        }
-    }
-    return KVSTORE_OK;
+/* The bits of the float that 16 bits of a magnitude stand for; see narrow() for those of a float. */
+static uint32_t magnitude_bits(int dtype, uint32_t bits) {
+    return dtype == KVSTORE_F16 ? f16_to_f32(bits) : bits << 16;
 }
 
-int kvstore_fp4_unpack(const uint8_t *nibbles, ptrdiff_t nibble_stride, const uint8_t *scales,
-                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
-                       float global_scale, void *values, int dtype, ptrdiff_t value_stride) {
-    int code = check_numbers(dtype, format, global_scale, row_values);
-    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
-        return code;
-    }
-    const size_t block = BLOCK[format];
-    const size_t value_bytes = WIDE_BYTES[dtype];
-    const struct plane planes[3] = {{values, row_values * value_bytes, value_stride},
-                                    {nibbles, row_values / 2, nibble_stride},
-                                    {scales, row_values / block, scale_stride}};
-    code = check(planes, 1, rows);
-    if (code != KVSTORE_OK) {
-        return code;
-    }
-    for (size_t row = 0; row < rows; row++) {
-        const uint8_t *nibble_row = nibbles + (ptrdiff_t)row * nibble_stride;
-        const uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
-        unsigned char *value_row = (unsigned char *)values + (ptrdiff_t)row * value_stride;
-        for (size_t i = 0; i < row_values / block; i++) {
-            unpack_block(nibble_row + i * block / 2, scale_row[i], format, global_scale,
-                         value_row + i * block * value_bytes, dtype);
+static void prepare_elements(struct kvstore_codec *codec) {
+    uint32_t lower = 0;
+    for (size_t scale = 0; scale < SCALE_CODES; scale++) {
+        for (size_t element = 0; element < E2M1_CODES; element++) {
+            const uint32_t value = element_value(codec, (uint8_t)scale, element);
+            for (size_t i = 0; i < 4; i++) {
+                codec->elements[scale][i][element] = (uint8_t)(value >> 8 * i);
+            }
+            lower |= value & 0xFFFF;
         }
     }
-    return KVSTORE_OK;
+    codec->is_short = lower == 0;
+}
+
+/* The largest magnitude of 16 bits whose element is at most `most`: elements grow with it. */
+static uint32_t last_magnitude(const struct kvstore_codec *codec, struct divisor by,
+                               uint32_t most) {
+    uint32_t low = 0, high = magnitude_16_infinity(codec->dtype) + 1;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (element_code(by, magnitude_bits(codec->dtype, middle)) <= most) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static void prepare_pack(struct kvstore_codec *codec) {
+    uint8_t is_chosen[SCALE_CODES] = {0};
+    const uint32_t infinity = magnitude_16_infinity(codec->dtype);
+    for (uint32_t amax = 0; amax < MAGNITUDES_16; amax++) {
+        const uint32_t bits = magnitude_bits(codec->dtype, amax <= infinity ? amax : infinity);
+        codec->scale_of[amax] = choose_scale(codec, bits);
+        is_chosen[codec->scale_of[amax]] = 1;
+    }
+    memset(codec->flipped_ends, 0, sizeof codec->flipped_ends);
+    for (size_t scale = 0; scale < SCALE_CODES; scale++) {
+        const struct divisor by = divisor_of(codec, (uint8_t)scale);
+        for (uint32_t most = 0; is_chosen[scale] && most < 7; most++) {
+            const uint32_t end = last_magnitude(codec, by, most);
+            codec->flipped_ends[scale][most] = (MAGNITUDES_16 - 1 - end) * 0x10001U;
+        }
+    }
+}
+
+void fp4_prepare(struct kvstore_codec *codec, int level) {
+    codec->pack = fp4_pack_portable;
+    codec->unpack = fp4_unpack_portable;
+#ifdef KVSTORE_HAS_AVX2
+    if (level >= KVSTORE_LEVEL_AVX2) {
+        prepare_elements(codec);
+        codec->unpack = fp4_unpack_avx2;
+        /* The products of TORCHAO change at floats of 24 bits, which 16 do not tell apart. */
+        if (codec->dtype != KVSTORE_F32 || codec->rule != KVSTORE_RULE_TORCHAO) {
+            prepare_pack(codec);
+            codec->pack = fp4_pack_avx2;
+        }
+    }
+#else
+    (void)level;
+#endif
 }

@@ -4,19 +4,12 @@
  * not on a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than
  * 2^-31 of its size, so a double never rounds onto one: rounding the double once more is rounding
  * the exact quotient. */
-#include "kernels.h"
+#include "codec.h"
 
 enum { MX_BLOCK = 32, MX_LARGEST = 254, MX_NAN = 0xFF, ROW_SCALE_BYTES = 4 };
 
 static const uint32_t F32_LARGEST = 0x7F7FFFFF;
 static const uint32_t F32_NAN = 0x7FC00000;
-
-/* Values that share one scale. */
-static size_t block_of(int format, size_t row_values) {
-    return format == KVSTORE_MXFP8 ? MX_BLOCK : row_values;
-}
-
-static size_t scale_bytes_of(int format) { return format == KVSTORE_MXFP8 ? 1 : ROW_SCALE_BYTES; }
 
 /* A float as four bytes, the lowest first, on any machine. */
 static void store_le32(uint8_t *target, uint32_t bits) {
@@ -99,81 +92,23 @@ static void unpack_block(const uint8_t *codes, size_t count, const uint8_t *scal
     }
 }
 
-static int check_numbers(int dtype, int format, size_t row_values) {
-    if (dtype != KVSTORE_F32 && dtype != KVSTORE_F16 && dtype != KVSTORE_BF16) {
-        return KVSTORE_ERR_DTYPE;
+void fp8_pack_portable(const struct kvstore_codec *codec, const unsigned char *values,
+                       size_t count, uint8_t *codes, uint8_t *scales,
+                       struct kvstore_pack_stats *stats) {
+    const size_t block = codec->format == KVSTORE_MXFP8 ? MX_BLOCK : count;
+    for (size_t i = 0; i < count / block; i++) {
+        pack_block(values + i * block * WIDE_BYTES[codec->dtype], block, codec->dtype,
+                   codec->format, codes + i * block, scales + i, stats);
     }
-    if (format != KVSTORE_MXFP8 && format != KVSTORE_FP8) {
-        return KVSTORE_ERR_FORMAT;
-    }
-    /* A row of FP8 has a scale, so it cannot be empty. */
-    const int fits = format == KVSTORE_MXFP8 ? row_values % MX_BLOCK == 0 : row_values > 0;
-    return fits && row_values <= (size_t)PTRDIFF_MAX / 4 ? KVSTORE_OK : KVSTORE_ERR_SHAPE;
 }
 
-int kvstore_fp8_pack(const void *values, int dtype, size_t rows, size_t row_values,
-                     ptrdiff_t value_stride, int format, int rule, uint8_t *codes,
-                     ptrdiff_t code_stride, uint8_t *scales, ptrdiff_t scale_stride,
-                     struct kvstore_pack_stats *stats) {
-    int code = check_numbers(dtype, format, row_values);
-    if (code == KVSTORE_OK &&
-        rule != (format == KVSTORE_MXFP8 ? KVSTORE_RULE_RCEIL : KVSTORE_RULE_AMAX)) {
-        code = KVSTORE_ERR_RULE;
+void fp8_unpack_portable(const struct kvstore_codec *codec, const uint8_t *codes,
+                         const uint8_t *scales, size_t count, unsigned char *values,
+                         int is_streamed) {
+    (void)is_streamed;
+    const size_t block = codec->format == KVSTORE_MXFP8 ? MX_BLOCK : count;
+    for (size_t i = 0; i < count / block; i++) {
+        unpack_block(codes + i * block, block, scales + i, codec->format,
+                     values + i * block * WIDE_BYTES[codec->dtype], codec->dtype);
     }
-    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
-        return code;
-    }
-    const size_t block = block_of(format, row_values);
-    const size_t blocks = row_values / block;
-    const size_t scale_bytes = scale_bytes_of(format);
-    const size_t value_bytes = WIDE_BYTES[dtype];
-    const struct plane planes[3] = {{codes, row_values, code_stride},
-                                    {scales, blocks * scale_bytes, scale_stride},
-                                    {values, row_values * value_bytes, value_stride}};
-    code = check(planes, 2, rows);
-    if (code != KVSTORE_OK) {
-        return code;
-    }
-    struct kvstore_pack_stats unused = {0, 0};
-    for (size_t row = 0; row < rows; row++) {
-        const unsigned char *value_row =
-            (const unsigned char *)values + (ptrdiff_t)row * value_stride;
-        uint8_t *code_row = codes + (ptrdiff_t)row * code_stride;
-        uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
-        for (size_t i = 0; i < blocks; i++) {
-            pack_block(value_row + i * block * value_bytes, block, dtype, format,
-                       code_row + i * block, scale_row + i * scale_bytes, stats ? stats : &unused);
-        }
-    }
-    return KVSTORE_OK;
-}
-
-int kvstore_fp8_unpack(const uint8_t *codes, ptrdiff_t code_stride, const uint8_t *scales,
-                       ptrdiff_t scale_stride, size_t rows, size_t row_values, int format,
-                       void *values, int dtype, ptrdiff_t value_stride) {
-    int code = check_numbers(dtype, format, row_values);
-    if (code != KVSTORE_OK || rows == 0 || row_values == 0) {
-        return code;
-    }
-    const size_t block = block_of(format, row_values);
-    const size_t blocks = row_values / block;
-    const size_t scale_bytes = scale_bytes_of(format);
-    const size_t value_bytes = WIDE_BYTES[dtype];
-    const struct plane planes[3] = {{values, row_values * value_bytes, value_stride},
-                                    {codes, row_values, code_stride},
-                                    {scales, blocks * scale_bytes, scale_stride}};
-    code = check(planes, 1, rows);
-    if (code != KVSTORE_OK) {
-        return code;
-    }
-    for (size_t row = 0; row < rows; row++) {
-        const uint8_t *code_row = codes + (ptrdiff_t)row * code_stride;
-        const uint8_t *scale_row = scales + (ptrdiff_t)row * scale_stride;
-        unsigned char *value_row = (unsigned char *)values + (ptrdiff_t)row * value_stride;
-        for (size_t i = 0; i < blocks; i++) {
-            unpack_block(code_row + i * block, block, scale_row + i * scale_bytes, format,
-                         value_row + i * block * value_bytes, dtype);
-        }
-    }
-    return KVSTORE_OK;
 }

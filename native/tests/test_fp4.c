@@ -8,6 +8,11 @@
 
 static const size_t BLOCK[] = {16, 32};
 
+/* A rule to unpack with: the one that allows a global scale. */
+static int unpack_rule(int format) {
+    return format == KVSTORE_NVFP4 ? KVSTORE_RULE_TORCHAO : KVSTORE_RULE_FLOOR;
+}
+
 /* Pack and unpack random bits (a NaN here and there) through rows that start at any address. */
 static void any_shape(int dtype, int format, int rule, size_t rows, size_t blocks, size_t gap) {
     const size_t values = blocks * BLOCK[format];
@@ -24,12 +29,12 @@ static void any_shape(int dtype, int format, int rule, size_t rows, size_t block
         }
     }
     struct kvstore_pack_stats stats = {0, 0};
-    EXPECT(kvstore_fp4_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format, rule, 1,
-                            plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
-                            &stats) == KVSTORE_OK);
-    EXPECT(kvstore_fp4_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format, rule, 1,
-                            plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
-                            NULL) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), plane[0], rows, values,
+                        (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
+                        (ptrdiff_t)stride[2], &stats) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), plane[0], rows, values,
+                        (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
+                        (ptrdiff_t)stride[2], NULL) == KVSTORE_OK);
     uint64_t nan_scales = 0;
     for (size_t row = 0; row < rows; row++) {
         for (size_t i = 0; i < blocks; i++) {
@@ -41,9 +46,9 @@ static void any_shape(int dtype, int format, int rule, size_t rows, size_t block
         const size_t row_bytes = values * BYTES[target];
         unsigned char *out = exactly(rows * row_bytes);
         unsigned char *last = rows ? out + (rows - 1) * row_bytes : out; /* rows run backwards */
-        EXPECT(kvstore_fp4_unpack(plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
-                                  rows, values, format, 1, last, target,
-                                  -(ptrdiff_t)row_bytes) == KVSTORE_OK);
+        EXPECT(kvstore_unpack(codec_of(target, format, unpack_rule(format), 1), plane[1],
+                              (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2], rows, values,
+                              last, -(ptrdiff_t)row_bytes) == KVSTORE_OK);
         free(out);
     }
     for (int i = 0; i < 3; i++) {
@@ -57,21 +62,21 @@ static void special_values(void) {
     uint8_t scale;
     struct kvstore_pack_stats stats = {0, 0};
     const uint8_t expected[8] = {0x80, 0x72, 0x42, 0x66, 0, 0, 0, 0};
-    EXPECT(kvstore_fp4_pack(values, KVSTORE_F32, 1, 16, 0, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1,
-                            nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1), values, 1, 16, 0,
+                        nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
     EXPECT(scale == 0x38 && memcmp(nibbles, expected, 8) == 0);
 
     values[3] = INFINITY;
-    EXPECT(kvstore_fp4_pack(values, KVSTORE_F32, 1, 16, 0, KVSTORE_NVFP4, KVSTORE_RULE_TORCHAO,
-                            0.5F, nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_TORCHAO, 0.5F), values, 1,
+                        16, 0, nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
     EXPECT(scale == 0x7E && nibbles[1] == 0x70 && stats.inf_values == 1);
 
     values[15] = -NAN;
-    EXPECT(kvstore_fp4_pack(values, KVSTORE_F32, 1, 16, 0, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1,
-                            nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1), values, 1, 16, 0,
+                        nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
     EXPECT(scale == 0x7F && nibbles[0] == 0 && stats.nan_blocks == 1);
-    EXPECT(kvstore_fp4_unpack(nibbles, 0, &scale, 0, 1, 16, KVSTORE_NVFP4, 1, values, KVSTORE_F32,
-                              0) == KVSTORE_OK);
+    EXPECT(kvstore_unpack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, unpack_rule(KVSTORE_NVFP4), 1),
+                          nibbles, 0, &scale, 0, 1, 16, values, 0) == KVSTORE_OK);
     EXPECT(isnan(values[0]) && isnan(values[15]));
 }
 
@@ -90,8 +95,8 @@ static void every_exponent(int dtype, int format, int rule) {
                 memcpy(values + 2 * i, &narrow, 2);
             }
         }
-        EXPECT(kvstore_fp4_pack(values, dtype, 1, BLOCK[format], 0, format, rule, 1, nibbles, 0,
-                                scales, 0, NULL) == KVSTORE_OK);
+        EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), values, 1, BLOCK[format], 0, nibbles,
+                            0, scales, 0, NULL) == KVSTORE_OK);
     }
     free(values);
 }
@@ -105,11 +110,12 @@ static void every_scale_byte(void) {
     for (int byte = 0; byte < 256; byte++) {
         const uint8_t scale[2] = {(uint8_t)byte, (uint8_t)byte};
         for (int dtype = 0; dtype < 3; dtype++) {
-            EXPECT(kvstore_fp4_unpack(nibbles, 16, scale, 2, 1, 32, KVSTORE_MXFP4, 1, values,
-                                      dtype, 0) == KVSTORE_OK);
+            EXPECT(kvstore_unpack(codec_of(dtype, KVSTORE_MXFP4, unpack_rule(KVSTORE_MXFP4), 1),
+                                  nibbles, 16, scale, 2, 1, 32, values, 0) == KVSTORE_OK);
             for (int power = -100; power <= 100; power += 50) {
-                EXPECT(kvstore_fp4_unpack(nibbles, 16, scale, 2, 1, 32, KVSTORE_NVFP4,
-                                          ldexpf(1, power), values, dtype, 0) == KVSTORE_OK);
+                EXPECT(kvstore_unpack(codec_of(dtype, KVSTORE_NVFP4, unpack_rule(KVSTORE_NVFP4),
+                                               ldexpf(1, power)),
+                                      nibbles, 16, scale, 2, 1, 32, values, 0) == KVSTORE_OK);
             }
         }
     }
@@ -122,41 +128,33 @@ static void bad_arguments(void) {
     uint8_t *nibbles = memory;
     uint8_t *scales = memory + 32;
     const struct {
-        int dtype, format, rule;
+        int format, rule;
         size_t row_values;
         ptrdiff_t nibble_stride;
-        float global_scale;
         int code;
     } cases[] = {
-        {3, 0, 0, 16, 8, 1, KVSTORE_ERR_DTYPE},
-        {-1, 0, 0, 16, 8, 1, KVSTORE_ERR_DTYPE},
-        {0, 2, 0, 16, 8, 1, KVSTORE_ERR_FORMAT},
-        {0, 0, 2, 16, 8, 1, KVSTORE_ERR_RULE},
-        {0, 1, 2, 16, 8, 1, KVSTORE_ERR_SHAPE},
-        {0, 0, 0, 15, 8, 1, KVSTORE_ERR_SHAPE},
-        {0, 0, 0, SIZE_MAX - 15, 8, 1, KVSTORE_ERR_SHAPE},
-        {0, 0, 0, 16, 7, 1, KVSTORE_ERR_STRIDE},
-        {0, 0, 0, 16, PTRDIFF_MAX, 1, KVSTORE_ERR_STRIDE},
-        {0, 0, 0, 16, PTRDIFF_MIN, 1, KVSTORE_ERR_STRIDE},
-        {0, 0, 0, 16, 29, 1, KVSTORE_ERR_OVERLAP},
-        {0, 0, 0, 16, 8, 2, KVSTORE_ERR_GLOBAL_SCALE},
-        {0, 1, 2, 32, 16, 2, KVSTORE_ERR_GLOBAL_SCALE},
-        {0, 0, 1, 16, 8, NAN, KVSTORE_ERR_GLOBAL_SCALE},
-        {0, 0, 1, 16, 8, -1, KVSTORE_ERR_GLOBAL_SCALE},
+        {1, 2, 16, 8, KVSTORE_ERR_SHAPE},
+        {0, 0, 15, 8, KVSTORE_ERR_SHAPE},
+        {0, 0, SIZE_MAX - 15, 8, KVSTORE_ERR_SHAPE},
+        {0, 0, 16, 7, KVSTORE_ERR_STRIDE},
+        {0, 0, 16, PTRDIFF_MAX, KVSTORE_ERR_STRIDE},
+        {0, 0, 16, PTRDIFF_MIN, KVSTORE_ERR_STRIDE},
+        {0, 0, 16, 29, KVSTORE_ERR_OVERLAP},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const int code = kvstore_fp4_pack(values, cases[i].dtype, 2, cases[i].row_values, 64,
-                                          cases[i].format, cases[i].rule, cases[i].global_scale,
-                                          nibbles, cases[i].nibble_stride, scales, 1, NULL);
+        const int code =
+            kvstore_pack(codec_of(0, cases[i].format, cases[i].rule, 1), values, 2,
+                         cases[i].row_values, 64, nibbles, cases[i].nibble_stride, scales, 1, NULL);
         if (code != cases[i].code) {
             fprintf(stderr, "case %zu returned %d\n", i, code);
             exit(1);
         }
     }
-    EXPECT(kvstore_fp4_pack(NULL, 0, 1, 16, 0, 0, 0, 1, nibbles, 0, scales, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 1, 16, 0, nibbles, 0, scales, 0, NULL) ==
            KVSTORE_ERR_NULL);
-    EXPECT(kvstore_fp4_pack(NULL, 0, 0, 16, 0, 0, 0, 1, NULL, 0, NULL, 0, NULL) == KVSTORE_OK);
-    EXPECT(kvstore_fp4_unpack(nibbles, 8, scales, 1, 2, 16, 0, 1, memory + 8, 0, 64) ==
+    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 0, 16, 0, NULL, 0, NULL, 0, NULL) ==
+           KVSTORE_OK);
+    EXPECT(kvstore_unpack(codec_of(0, 0, 0, 1), nibbles, 8, scales, 1, 2, 16, memory + 8, 64) ==
            KVSTORE_ERR_OVERLAP);
     for (size_t i = 0; i < sizeof memory; i++) {
         EXPECT(memory[i] == 0xA5);
@@ -168,7 +166,7 @@ void test_fp4(void) {
         const int format = rule <= KVSTORE_RULE_TORCHAO ? KVSTORE_NVFP4 : KVSTORE_MXFP4;
         for (int dtype = 0; dtype < 3; dtype++) {
             for (size_t rows = 0; rows < 5; rows++) {
-                for (size_t blocks = 0; blocks < 9; blocks++) {
+                for (size_t blocks = 0; blocks < 11; blocks++) {
                     for (size_t gap = 0; gap < 8; gap += 1 + rows) {
                         any_shape(dtype, format, rule, rows, blocks, gap);
                     }

@@ -30,12 +30,12 @@ static void any_shape(int dtype, int format, size_t rows, size_t values, size_t 
         }
     }
     struct kvstore_pack_stats stats = {0, 0};
-    EXPECT(kvstore_fp8_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format,
-                            rule_of(format), plane[1], (ptrdiff_t)stride[1], plane[2],
-                            (ptrdiff_t)stride[2], &stats) == KVSTORE_OK);
-    EXPECT(kvstore_fp8_pack(plane[0], dtype, rows, values, (ptrdiff_t)stride[0], format,
-                            rule_of(format), plane[1], (ptrdiff_t)stride[1], plane[2],
-                            (ptrdiff_t)stride[2], NULL) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), plane[0], rows, values,
+                        (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
+                        (ptrdiff_t)stride[2], &stats) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), plane[0], rows, values,
+                        (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
+                        (ptrdiff_t)stride[2], NULL) == KVSTORE_OK);
     static const uint8_t row_nan[4] = {0, 0, 0xC0, 0x7F};
     uint64_t nan_scales = 0;
     for (size_t row = 0; row < rows; row++) {
@@ -55,9 +55,9 @@ static void any_shape(int dtype, int format, size_t rows, size_t values, size_t 
         const size_t row_bytes = values * BYTES[target];
         unsigned char *out = exactly(rows * row_bytes);
         unsigned char *last = rows ? out + (rows - 1) * row_bytes : out; /* rows run backwards */
-        EXPECT(kvstore_fp8_unpack(plane[1], (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2],
-                                  rows, values, format, last, target,
-                                  -(ptrdiff_t)row_bytes) == KVSTORE_OK);
+        EXPECT(kvstore_unpack(codec_of(target, format, rule_of(format), 1), plane[1],
+                              (ptrdiff_t)stride[1], plane[2], (ptrdiff_t)stride[2], rows, values,
+                              last, -(ptrdiff_t)row_bytes) == KVSTORE_OK);
         free(out);
     }
     for (int i = 0; i < 3; i++) {
@@ -80,15 +80,15 @@ static void special_values(void) {
     uint8_t scale[4];
     struct kvstore_pack_stats stats = {0, 0};
     for (int i = 0; i < 2; i++) {
-        EXPECT(kvstore_fp8_pack(values, KVSTORE_F32, 1, 32, 0, FORMATS[i], rule_of(FORMATS[i]),
-                                codes, 0, scale, 0, &stats) == KVSTORE_OK);
+        EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
+                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
         EXPECT(memcmp(codes, expected, 8) == 0);
         EXPECT(i == 0 ? scale[0] == 127 : scale_of(scale) == 1.0F);
     }
     values[3] = -INFINITY;
     for (int i = 0; i < 2; i++) {
-        EXPECT(kvstore_fp8_pack(values, KVSTORE_F32, 1, 32, 0, FORMATS[i], rule_of(FORMATS[i]),
-                                codes, 0, scale, 0, &stats) == KVSTORE_OK);
+        EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
+                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
         EXPECT(codes[3] == 0xFE);
         EXPECT(i == 0 ? scale[0] == 254 && codes[0] == 0
                       : scale_of(scale) == 1.0F && codes[0] == 0x7E);
@@ -96,12 +96,12 @@ static void special_values(void) {
     EXPECT(stats.inf_values == 2 && stats.nan_blocks == 0);
     values[31] = -NAN;
     for (int i = 0; i < 2; i++) {
-        EXPECT(kvstore_fp8_pack(values, KVSTORE_F32, 1, 32, 0, FORMATS[i], rule_of(FORMATS[i]),
-                                codes, 0, scale, 0, &stats) == KVSTORE_OK);
+        EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
+                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
         EXPECT(i == 0 ? scale[0] == 0xFF : isnan(scale_of(scale)));
         EXPECT(codes[0] == 0 && stats.nan_blocks == (uint64_t)i + 1);
-        EXPECT(kvstore_fp8_unpack(codes, 0, scale, 0, 1, 32, FORMATS[i], values, KVSTORE_F32, 0) ==
-               KVSTORE_OK);
+        EXPECT(kvstore_unpack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), codes, 0,
+                              scale, 0, 1, 32, values, 0) == KVSTORE_OK);
         EXPECT(isnan(values[0]) && isnan(values[31]));
     }
 }
@@ -121,8 +121,8 @@ static void every_exponent(int dtype, int format) {
                 memcpy(values + 2 * i, &narrow, 2);
             }
         }
-        EXPECT(kvstore_fp8_pack(values, dtype, 1, 32, 0, format, rule_of(format), codes, 0, scale,
-                                0, NULL) == KVSTORE_OK);
+        EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), values, 1, 32, 0, codes, 0,
+                            scale, 0, NULL) == KVSTORE_OK);
     }
     free(values);
 }
@@ -137,12 +137,12 @@ static void every_scale_and_code(void) {
         for (int high = 0; high < 256; high++) {
             uint8_t scales[8];
             memset(scales, high, 8);
-            EXPECT(kvstore_fp8_unpack(codes, 0, scales, 0, 1, 256, KVSTORE_MXFP8, values, dtype,
-                                      0) == KVSTORE_OK);
+            EXPECT(kvstore_unpack(codec_of(dtype, KVSTORE_MXFP8, rule_of(KVSTORE_MXFP8), 1), codes,
+                                  0, scales, 0, 1, 256, values, 0) == KVSTORE_OK);
             for (int low = 0; low < 256; low += 5) {
                 scales[2] = (uint8_t)low;
-                EXPECT(kvstore_fp8_unpack(codes, 0, scales, 0, 1, 256, KVSTORE_FP8, values, dtype,
-                                          0) == KVSTORE_OK);
+                EXPECT(kvstore_unpack(codec_of(dtype, KVSTORE_FP8, rule_of(KVSTORE_FP8), 1), codes,
+                                      0, scales, 0, 1, 256, values, 0) == KVSTORE_OK);
             }
         }
     }
@@ -155,43 +155,37 @@ static void bad_arguments(void) {
     uint8_t *codes = memory;
     uint8_t *scales = memory + 96;
     const struct {
-        int dtype, format, rule;
+        int format, rule;
         size_t row_values;
         ptrdiff_t code_stride, scale_stride;
         int code;
     } cases[] = {
-        {3, 2, 4, 32, 32, 4, KVSTORE_ERR_DTYPE},
-        {-1, 3, 5, 32, 32, 4, KVSTORE_ERR_DTYPE},
-        {0, 1, 4, 32, 32, 4, KVSTORE_ERR_FORMAT},
-        {0, 4, 5, 32, 32, 4, KVSTORE_ERR_FORMAT},
-        {0, 2, 5, 32, 32, 4, KVSTORE_ERR_RULE},
-        {0, 3, 4, 32, 32, 4, KVSTORE_ERR_RULE},
-        {0, 2, 4, 31, 32, 4, KVSTORE_ERR_SHAPE},
-        {0, 3, 5, 0, 32, 4, KVSTORE_ERR_SHAPE},
-        {0, 3, 5, SIZE_MAX, 32, 4, KVSTORE_ERR_SHAPE},
-        {0, 2, 4, SIZE_MAX - 31, 32, 4, KVSTORE_ERR_SHAPE},
-        {0, 3, 5, 32, 31, 4, KVSTORE_ERR_STRIDE},
-        {0, 3, 5, 32, 32, 3, KVSTORE_ERR_STRIDE},
-        {0, 2, 4, 32, PTRDIFF_MAX, 4, KVSTORE_ERR_STRIDE},
-        {0, 3, 5, 32, PTRDIFF_MIN, 4, KVSTORE_ERR_STRIDE},
-        {0, 3, 5, 32, 65, 4, KVSTORE_ERR_OVERLAP},
+        {2, 4, 31, 32, 4, KVSTORE_ERR_SHAPE},
+        {3, 5, 0, 32, 4, KVSTORE_ERR_SHAPE},
+        {3, 5, SIZE_MAX, 32, 4, KVSTORE_ERR_SHAPE},
+        {2, 4, SIZE_MAX - 31, 32, 4, KVSTORE_ERR_SHAPE},
+        {3, 5, 32, 31, 4, KVSTORE_ERR_STRIDE},
+        {3, 5, 32, 32, 3, KVSTORE_ERR_STRIDE},
+        {2, 4, 32, PTRDIFF_MAX, 4, KVSTORE_ERR_STRIDE},
+        {3, 5, 32, PTRDIFF_MIN, 4, KVSTORE_ERR_STRIDE},
+        {3, 5, 32, 65, 4, KVSTORE_ERR_OVERLAP},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const int code = kvstore_fp8_pack(values, cases[i].dtype, 2, cases[i].row_values, 128,
-                                          cases[i].format, cases[i].rule, codes,
-                                          cases[i].code_stride, scales, cases[i].scale_stride,
-                                          NULL);
+        const int code = kvstore_pack(codec_of(0, cases[i].format, cases[i].rule, 1), values, 2,
+                                      cases[i].row_values, 128, codes, cases[i].code_stride, scales,
+                                      cases[i].scale_stride, NULL);
         if (code != cases[i].code) {
             fprintf(stderr, "case %zu returned %d\n", i, code);
             exit(1);
         }
     }
-    EXPECT(kvstore_fp8_pack(NULL, 0, 1, 32, 0, 3, 5, codes, 0, scales, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 1, 32, 0, codes, 0, scales, 0, NULL) ==
            KVSTORE_ERR_NULL);
-    EXPECT(kvstore_fp8_pack(NULL, 0, 0, 32, 0, 3, 5, NULL, 0, NULL, 0, NULL) == KVSTORE_OK);
-    EXPECT(kvstore_fp8_pack(NULL, 0, 1, 0, 0, 2, 4, NULL, 0, NULL, 0, NULL) == KVSTORE_OK);
-    EXPECT(kvstore_fp8_unpack(codes, 32, scales, 4, 2, 32, 3, memory + 8, 0, 128) ==
-           KVSTORE_ERR_OVERLAP);
+    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 0, 32, 0, NULL, 0, NULL, 0, NULL) ==
+           KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(0, 2, 4, 1), NULL, 1, 0, 0, NULL, 0, NULL, 0, NULL) == KVSTORE_OK);
+    EXPECT(kvstore_unpack(codec_of(0, 3, rule_of(3), 1), codes, 32, scales, 4, 2, 32, memory + 8,
+                          128) == KVSTORE_ERR_OVERLAP);
     for (size_t i = 0; i < sizeof memory; i++) {
         EXPECT(memory[i] == 0xA5);
     }

@@ -6,7 +6,12 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+/* Which level the tests run at. */
+extern int test_level;
+
+void test_codec(void);
 void test_fp4(void);
 void test_fp8(void);
 
@@ -30,6 +35,23 @@ static inline void *exactly(size_t bytes) {
     void *memory = malloc(bytes ? bytes : 1);
     EXPECT(memory != NULL);
     return memory;
+}
+
+/* A prepared codec. Those with a global scale of 1 are kept, as preparing takes its time here;
+ * any other one is good until the next. */
+static inline struct kvstore_codec *codec_of(int dtype, int format, int rule, float global_scale) {
+    static struct kvstore_codec *kept[2][3][4][6];
+    static struct kvstore_codec *last;
+    struct kvstore_codec **place =
+        global_scale == 1 ? &kept[test_level][dtype][format][rule] : &last;
+    if (*place == NULL || place == &last) {
+        free(*place);
+        *place = aligned_alloc(64, (kvstore_codec_bytes() + 63) / 64 * 64);
+        EXPECT(*place != NULL);
+        EXPECT(kvstore_codec_prepare(*place, dtype, format, rule, global_scale, test_level,
+                                     (size_t)1 << 10) == KVSTORE_OK);
+    }
+    return *place;
 }
 
 #endif

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from kvstore import fp4
 from kvstore.codec import native, numpy_reference, packed
-from kvstore.codec.fp4 import Fp4Kernel
 from kvstore.layout import FORMATS, SCALE_RULES
 from tests.strided import REDZONE, place, rest_of, strided
+
+pytestmark = pytest.mark.usefixtures("level")
 
 RULES = [(name, rule) for name in native.FP4_FORMATS for rule in SCALE_RULES[name]]
 quick = settings(deadline=None, derandomize=True, max_examples=60)
@@ -433,7 +434,7 @@ def test_results_move_to_the_device_or_into_out() -> None:
 def test_device_decoding_checks_and_fills_out(dtype: str) -> None:
     planes = fp4.pack(torch.from_numpy(random_values((2, 3, 64))), "mxfp4")
     expected = fp4.unpack(*planes, "mxfp4", dtype=dtype)
-    kernel = Fp4Kernel("mxfp4", "floor")
+    kernel = packed.Kernel("mxfp4", "floor")
     found = packed._unpack_remote(planes, kernel, dtype, None)
     assert torch.equal(found, expected)
     out = torch.empty_like(expected)

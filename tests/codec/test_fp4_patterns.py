@@ -19,6 +19,8 @@ from kvstore import fp4
 from kvstore.codec import native, numpy_reference
 from kvstore.layout import FORMATS, SCALE_RULES
 
+pytestmark = pytest.mark.usefixtures("level")
+
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 RULES = [(name, rule) for name in native.FP4_FORMATS for rule in SCALE_RULES[name]]
 GLOBAL_SCALES = {"torchao": [1.0, 0.37, 2.0**-9, 3.0e4]}

@@ -15,6 +15,8 @@ from kvstore import fp4
 from kvstore.codec import numpy_reference
 from kvstore.layout import SCALE_RULES
 
+pytestmark = pytest.mark.usefixtures("level")
+
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "fp4.json").read_text())
 TINY = 2.0**-149
 F32_MAX = float(np.finfo(np.float32).max)

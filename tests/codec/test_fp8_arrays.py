@@ -433,7 +433,7 @@ def test_device_decoding_gives_the_bits_of_the_kernels(
     entries = torch.cat(fp8.pack(values, entry_format), dim=-1).to(device)
     planes = entries[..., :64], entries[..., 64:]
     expected = fp8.unpack(planes[0].cpu(), planes[1].cpu(), entry_format, dtype=dtype)
-    kernel = fp8.Fp8Kernel(entry_format, SCALE_RULES[entry_format][0])
+    kernel = packed.Kernel(entry_format, SCALE_RULES[entry_format][0])
     found = packed._unpack_remote(planes, kernel, dtype, None)
     assert found.device.type == device
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))

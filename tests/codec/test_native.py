@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from _kvstore_native import lib
 
+import kvstore
 from kvstore.codec import native
 from kvstore.layout import SCALE_RULES
 
@@ -21,22 +27,21 @@ class Call:
         base = self.memory.ctypes.data
         self.planes = {
             "values": native.Rows(self.values.ctypes.data, 256),
-            "nibbles": native.Rows(base, 48),
+            "codes": native.Rows(base, 48),
             "scales": native.Rows(base + 32, 48),
         }
-        self.numbers: dict[str, float] = {
-            "rows": 3,
-            "row_values": 64,
-            "dtype": lib.KVSTORE_F32,
-            "entry_format": lib.KVSTORE_NVFP4,
-            "global_scale": 1.0,
-        }
+        self.numbers = {"rows": 3, "row_values": 64}
+        self.codec = prepared("nvfp4", "v41")
 
-    def pack(self, rule: int = native.RULES["v41"]) -> tuple[int, int]:
-        return native.fp4_pack(**self.planes, **self.numbers, rule=rule)  # type: ignore[arg-type]
+    def pack(self) -> tuple[int, int]:
+        return self.codec.pack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
 
     def unpack(self) -> None:
-        native.fp4_unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
+        self.codec.unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
+
+
+def prepared(entry_format: str, rule: str, global_scale: float = 1.0) -> native.Prepared:
+    return native.prepare(entry_format, rule, "float32", global_scale, native.default_level())
 
 
 def test_a_valid_call_writes_its_rows_and_no_more() -> None:
@@ -50,23 +55,16 @@ def test_a_valid_call_writes_its_rows_and_no_more() -> None:
 
 
 NUMBERS = {
-    "dtype": ("dtype", 3, lib.KVSTORE_ERR_DTYPE),
-    "format": ("entry_format", 2, lib.KVSTORE_ERR_FORMAT),
-    "negative format": ("entry_format", -1, lib.KVSTORE_ERR_FORMAT),
     "shape": ("row_values", 40, lib.KVSTORE_ERR_SHAPE),
     "huge row": ("row_values", 2**63, lib.KVSTORE_ERR_SHAPE),
     "huge plane": ("rows", 2**62, lib.KVSTORE_ERR_STRIDE),
-    "no global scale": ("global_scale", 0.0, lib.KVSTORE_ERR_GLOBAL_SCALE),
-    "small global scale": ("global_scale", 2.0**-101, lib.KVSTORE_ERR_GLOBAL_SCALE),
-    "infinite global scale": ("global_scale", float("inf"), lib.KVSTORE_ERR_GLOBAL_SCALE),
-    "nan global scale": ("global_scale", float("nan"), lib.KVSTORE_ERR_GLOBAL_SCALE),
 }
 
 
 @pytest.mark.parametrize(("name", "value", "code"), NUMBERS.values(), ids=NUMBERS.keys())
 @pytest.mark.parametrize("direction", ["pack", "unpack"])
 def test_a_bad_number_has_its_code_and_writes_nothing(
-    direction: str, name: str, value: float, code: int
+    direction: str, name: str, value: int, code: int
 ) -> None:
     call = Call()
     call.numbers[name] = value
@@ -77,7 +75,7 @@ def test_a_bad_number_has_its_code_and_writes_nothing(
 
 
 @pytest.mark.parametrize("direction", ["pack", "unpack"])
-@pytest.mark.parametrize("name", ["values", "nibbles", "scales"])
+@pytest.mark.parametrize("name", ["values", "codes", "scales"])
 def test_a_null_plane_is_refused_unless_it_is_empty(direction: str, name: str) -> None:
     call = Call()
     call.planes[name] = native.Rows(0, 48)
@@ -92,12 +90,12 @@ def test_a_null_plane_is_refused_unless_it_is_empty(direction: str, name: str) -
 @pytest.mark.parametrize(
     ("name", "stride", "code"),
     [
-        ("nibbles", 31, lib.KVSTORE_ERR_STRIDE),
-        ("nibbles", -31, lib.KVSTORE_ERR_STRIDE),
+        ("codes", 31, lib.KVSTORE_ERR_STRIDE),
+        ("codes", -31, lib.KVSTORE_ERR_STRIDE),
         ("scales", 0, lib.KVSTORE_ERR_STRIDE),
         ("scales", 2**62, lib.KVSTORE_ERR_STRIDE),
         ("scales", -(2**63), lib.KVSTORE_ERR_STRIDE),
-        ("nibbles", 49, lib.KVSTORE_ERR_OVERLAP),  # strides differ where the planes meet
+        ("codes", 49, lib.KVSTORE_ERR_OVERLAP),  # strides differ where the planes meet
     ],
 )
 def test_a_bad_output_stride_is_refused(name: str, stride: int, code: int) -> None:
@@ -115,7 +113,7 @@ def test_interleaved_planes_may_touch_but_not_share_a_byte(offset: int, fine: bo
     memory = np.full(300, REDZONE, np.uint8)
     call = Call()
     base = memory.ctypes.data + 100
-    call.planes["nibbles"] = native.Rows(base, 48)
+    call.planes["codes"] = native.Rows(base, 48)
     call.planes["scales"] = native.Rows(base + offset, 48)
     if fine:
         call.pack()
@@ -126,7 +124,7 @@ def test_interleaved_planes_may_touch_but_not_share_a_byte(offset: int, fine: bo
     assert (memory == REDZONE).all()
 
 
-@pytest.mark.parametrize("name", ["nibbles", "scales"])
+@pytest.mark.parametrize("name", ["codes", "scales"])
 @pytest.mark.parametrize("direction", ["pack", "unpack"])
 def test_values_may_not_share_memory_with_a_plane(direction: str, name: str) -> None:
     call = Call()
@@ -136,24 +134,51 @@ def test_values_may_not_share_memory_with_a_plane(direction: str, name: str) -> 
     assert (call.values == 1).all()
 
 
-@pytest.mark.parametrize("rule", [-1, *range(6), 6])
-@pytest.mark.parametrize("entry_format", [*native.FP4_FORMATS])
-def test_a_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
-    call = Call()
-    call.numbers["entry_format"] = native.FP4_FORMATS[entry_format]
-    if rule in [native.RULES[name] for name in SCALE_RULES[entry_format]]:
-        call.pack(rule)
+@pytest.mark.parametrize("rule", [*native.RULES])
+@pytest.mark.parametrize("entry_format", [*SCALE_RULES])
+def test_a_rule_belongs_to_one_format(entry_format: str, rule: str) -> None:
+    if rule in SCALE_RULES[entry_format]:
+        prepared(entry_format, rule)
         return
     with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_RULE}\\)"):
-        call.pack(rule)
+        prepared(entry_format, rule)
 
 
-@pytest.mark.parametrize(("entry_format", "rule"), [("nvfp4", "v41"), ("mxfp4", "floor")])
-def test_a_global_scale_needs_a_rule_that_has_one(entry_format: str, rule: str) -> None:
-    call = Call()
-    call.numbers |= {"entry_format": native.FP4_FORMATS[entry_format], "global_scale": 2.0}
+@pytest.mark.parametrize(
+    ("rule", "global_scale"),
+    [
+        *(("torchao", value) for value in (0.0, -1.0, 2.0**-101, math.inf, math.nan)),
+        *((rule, 2.0) for rule in native.RULES if rule != "torchao"),
+    ],
+)
+def test_a_global_scale_needs_its_rule_and_bounds(rule: str, global_scale: float) -> None:
+    entry_format = next(name for name, rules in SCALE_RULES.items() if rule in rules)
     with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_GLOBAL_SCALE}\\)"):
-        call.pack(native.RULES[rule])
+        prepared(entry_format, rule, global_scale)
+
+
+def test_levels_are_named_and_one_can_be_chosen() -> None:
+    assert native.levels()[0] == "portable"
+    assert set(native.levels()) <= set(native.LEVELS)
+    assert native.choose_level("") == native.levels()[-1]
+    assert native.choose_level("portable") == "portable"
+    with pytest.raises(kvstore.ConfigError, match="KVSTORE_LEVEL=mmx: expected one of portable"):
+        native.choose_level("mmx")
+
+
+def test_a_level_that_is_missing_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LEVELS", {**native.LEVELS, "later": 99})
+    with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_LEVEL}\\)"):
+        native.prepare("nvfp4", "v41", "float32", 1.0, "later")
+
+
+def test_a_level_of_the_environment_is_the_one_that_runs() -> None:
+    script = "from kvstore.codec import native; print(native.default_level())"
+    environ = {**os.environ, native.LEVEL_VARIABLE: "portable"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "portable\n"
 
 
 def test_every_rule_and_format_of_the_layout_has_a_kernel() -> None:
@@ -174,19 +199,14 @@ class Fp8Call:
             "codes": native.Rows(base, 80),
             "scales": native.Rows(base + 64, 80),
         }
-        self.numbers = {
-            "rows": 3,
-            "row_values": 64,
-            "dtype": lib.KVSTORE_F32,
-            "entry_format": native.FP8_FORMATS[entry_format],
-        }
-        self.rule = native.RULES[SCALE_RULES[entry_format][0]]
+        self.numbers = {"rows": 3, "row_values": 64}
+        self.codec = prepared(entry_format, SCALE_RULES[entry_format][0])
 
     def pack(self) -> tuple[int, int]:
-        return native.fp8_pack(**self.planes, **self.numbers, rule=self.rule)  # type: ignore[arg-type]
+        return self.codec.pack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
 
     def unpack(self) -> None:
-        native.fp8_unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]
+        self.codec.unpack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
 
 
 @pytest.mark.parametrize(("entry_format", "scale_bytes"), [("mxfp8", 2), ("fp8", 4)])
@@ -201,9 +221,6 @@ def test_a_valid_fp8_call_writes_its_rows_and_no_more(entry_format: str, scale_b
 
 
 FP8_NUMBERS = {
-    "dtype": ("fp8", "dtype", 3, lib.KVSTORE_ERR_DTYPE),
-    "format": ("fp8", "entry_format", 4, lib.KVSTORE_ERR_FORMAT),
-    "fp4 format": ("mxfp8", "entry_format", lib.KVSTORE_MXFP4, lib.KVSTORE_ERR_FORMAT),
     "shape": ("mxfp8", "row_values", 40, lib.KVSTORE_ERR_SHAPE),
     "no value": ("fp8", "row_values", 0, lib.KVSTORE_ERR_SHAPE),
     "huge row": ("fp8", "row_values", 2**63, lib.KVSTORE_ERR_SHAPE),
@@ -219,7 +236,7 @@ def test_a_bad_fp8_number_has_its_code_and_writes_nothing(
     entry_format, name, value, code = case
     call = Fp8Call(entry_format)
     call.numbers[name] = value
-    with pytest.raises(ValueError, match=f"fp8: .* \\(code {code}\\)"):
+    with pytest.raises(ValueError, match=f"code {code}\\)"):
         getattr(call, direction)()
     assert (call.memory == REDZONE).all()
     assert (call.values == 1).all()
@@ -259,17 +276,3 @@ def test_fp8_scales_count_with_all_their_bytes(
     call.planes["scales"] = native.Rows(call.values.ctypes.data + 767, 80)
     with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_OVERLAP}\\)"):
         call.unpack()
-
-
-@pytest.mark.parametrize("rule", [-1, *range(6), 6])
-@pytest.mark.parametrize("entry_format", [*native.FP8_FORMATS])
-def test_an_fp8_rule_belongs_to_one_format(entry_format: str, rule: int) -> None:
-    call = Fp8Call(entry_format)
-    is_its_own = rule == call.rule
-    call.rule = rule
-    if is_its_own:
-        call.pack()
-        return
-    with pytest.raises(ValueError, match=f"code {lib.KVSTORE_ERR_RULE}\\)"):
-        call.pack()
-    assert (call.memory == REDZONE).all()
