@@ -16,6 +16,7 @@ class FFI:
 
     def cast(self, ctype: str, value: int | CData) -> CData: ...
     def new(self, ctype: str) -> PackStats: ...
+    def from_buffer(self, ctype: str, buffer: object) -> CData: ...
 
 class Lib:
     """The functions and constants of kvstore_native.h."""
@@ -86,6 +87,16 @@ class Lib:
         row_values: int,
         values: CData,
         value_stride: int,
+        /,
+    ) -> int: ...
+    def kvstore_block_hashes(
+        self,
+        root: CData,
+        tokens: CData,
+        blocks: int,
+        block_tokens: int,
+        level: int,
+        digests: CData,
         /,
     ) -> int: ...
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _kvstore_native import lib
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import ImageSpan
 from kvstore.block import KEY_BYTES, BlockHash, block_key
 from kvstore.errors import ConfigError
-from kvstore.hash import as_tokens, block_hashes, namespace_digest
+from kvstore.hash import _plain_hashes, as_tokens, block_hashes, namespace_digest
 from kvstore.namespace import Namespace
 from tests.builders import ROOT, hashes_of
 
@@ -354,7 +355,7 @@ SCRIPT = """
 import sys
 import numpy as np
 from kvstore import ImageSpan
-from kvstore.hash import as_tokens, block_hashes, namespace_digest
+from kvstore.hash import _plain_hashes, as_tokens, block_hashes, namespace_digest
 from kvstore.namespace import Namespace
 namespace = Namespace(model="m", weights="w", tokenizer="t", adapter="a", tenant="s", generation=1)
 root = namespace_digest("f" * 64, 128, namespace)
@@ -442,3 +443,22 @@ def test_the_encoding_of_images_is_what_the_written_format_says() -> None:
     ):
         parent = hashlib.sha256(head + parent + ids + images).digest()
         assert found == parent
+
+
+@pytest.mark.parametrize("level", range(lib.kvstore_level() + 1))
+@pytest.mark.parametrize("block_tokens", [*range(1, 45), 127, 128, 129, 1000])
+def test_the_c_chain_is_sha256_at_every_level_and_length(level: int, block_tokens: int) -> None:
+    tokens = np.random.default_rng(block_tokens).integers(0, 2**32, 5 * block_tokens, np.uint32)
+    head = b"kvb1" + struct.pack("<I", block_tokens)
+    parent, expected = bytes(ROOT), []
+    for block in tokens.reshape(5, block_tokens):
+        parent = hashlib.sha256(head + parent + block.tobytes() + bytes(4)).digest()
+        expected.append(parent)
+    assert _plain_hashes(ROOT, tokens, 0, 5, block_tokens, level) == expected
+    assert _plain_hashes(BlockHash(expected[1]), tokens, 2, 4, block_tokens, level) == expected[2:4]
+    assert _plain_hashes(ROOT, tokens, 3, 3, block_tokens, level) == []
+
+
+def test_tokens_that_are_not_contiguous_hash_as_if_they_were() -> None:
+    tokens = as_tokens(range(64))
+    assert block_hashes(ROOT, tokens[::2], 8) == block_hashes(ROOT, tokens[::2].copy(), 8)

@@ -130,6 +130,18 @@ int kvstore_unpack(const struct kvstore_codec *codec, const uint8_t *codes, ptrd
                    const uint8_t *scales, ptrdiff_t scale_stride, size_t rows, size_t row_values,
                    void *values, ptrdiff_t value_stride);
 
+/* The chained SHA-256 of blocks of tokens, first block first. docs/format.md, section 2.
+ *
+ * root     in:  32 bytes that stand before the first block.
+ * tokens   in:  [blocks, block_tokens], little-endian.
+ * level    at most kvstore_level(). Above PORTABLE it uses the SHA instructions where there are any.
+ * digests  out: [blocks, 32]. Apart from the other two.
+ *
+ * These are the hashes of blocks that no image touches. Returns OK, SHAPE (a block of no tokens),
+ * NULL or LEVEL. */
+int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
+                         size_t block_tokens, int level, uint8_t *digests);
+
 /* cffi: end */
 
 #endif

@@ -11,6 +11,7 @@
 /* Which level the tests run at. */
 extern int test_level;
 
+void test_chain(void);
 void test_codec(void);
 void test_fp4(void);
 void test_fp8(void);

@@ -1,0 +1,106 @@
+/* The chained hashes of a prompt's blocks, in one call. docs/format.md, section 2. */
+#include "kvstore_native.h"
+#include "sha256.h"
+
+#include <string.h>
+
+enum {
+    DIGEST = 32,
+    PARENT = 8, /* where the parent's digest lies in a message, after the magic and block_tokens */
+    TOKENS = PARENT + DIGEST,
+    NO_IMAGES = 4, /* bytes after the tokens: a count of 0 */
+    LENGTH = 8,    /* bytes at the very end, as SHA-256 pads: the length in bits */
+    EDGES = 3 * SHA256_BLOCK
+};
+
+static void store_be32(uint8_t *target, uint32_t word) {
+    for (int i = 0; i < 4; i++) {
+        target[i] = (uint8_t)(word >> (24 - 8 * i));
+    }
+}
+
+static void store_le32(uint8_t *target, uint32_t word) {
+    for (int i = 0; i < 4; i++) {
+        target[i] = (uint8_t)(word >> 8 * i);
+    }
+}
+
+/* What the messages of all blocks have in common. Each is hashed from three places: its first 64
+ * bytes and its padded end, which are kept in `edges`, and between them the tokens where they lie.
+ * A message of few tokens is all in `edges`. */
+struct chain {
+    sha256_mix *mix;
+    uint8_t edges[EDGES];
+    size_t first_bytes, middle_blocks, last_bytes; /* of a block's tokens */
+    size_t last_start, last_blocks;                /* of the edges */
+};
+
+static struct chain chain_of(sha256_mix *mix, size_t block_tokens) {
+    struct chain chain = {.mix = mix, .edges = {'k', 'v', 'b', '1'}};
+    store_le32(chain.edges + 4, (uint32_t)block_tokens);
+    const size_t bytes = 4 * block_tokens, room = SHA256_BLOCK - TOKENS;
+    size_t end = TOKENS + bytes; /* of the tokens, in the edges */
+    chain.first_bytes = bytes;
+    if (bytes >= room) {
+        chain.first_bytes = room;
+        chain.middle_blocks = (bytes - room) / SHA256_BLOCK;
+        chain.last_bytes = (bytes - room) % SHA256_BLOCK;
+        chain.last_start = SHA256_BLOCK;
+        end = SHA256_BLOCK + chain.last_bytes;
+    }
+    const size_t length = (end + NO_IMAGES + LENGTH) / SHA256_BLOCK * SHA256_BLOCK + SHA256_BLOCK;
+    const uint64_t bits = 8 * (uint64_t)(TOKENS + bytes + NO_IMAGES);
+    chain.edges[end + NO_IMAGES] = 0x80;
+    store_be32(chain.edges + length - 8, (uint32_t)(bits >> 32));
+    store_be32(chain.edges + length - 4, (uint32_t)bits);
+    chain.last_blocks = (length - chain.last_start) / SHA256_BLOCK;
+    return chain;
+}
+
+static void hash_block(struct chain *chain, const uint8_t *parent, const uint8_t *tokens,
+                       uint8_t *digest) {
+    uint32_t state[SHA256_WORDS];
+    memcpy(state, sha256_start, sizeof state);
+    memcpy(chain->edges + PARENT, parent, DIGEST);
+    memcpy(chain->edges + TOKENS, tokens, chain->first_bytes);
+    if (chain->last_start) {
+        const uint8_t *middle = tokens + chain->first_bytes;
+        const uint8_t *last = middle + chain->middle_blocks * SHA256_BLOCK;
+        memcpy(chain->edges + chain->last_start, last, chain->last_bytes);
+        chain->mix(state, chain->edges, 1);
+        chain->mix(state, middle, chain->middle_blocks);
+    }
+    chain->mix(state, chain->edges + chain->last_start, chain->last_blocks);
+    for (size_t i = 0; i < SHA256_WORDS; i++) {
+        store_be32(digest + 4 * i, state[i]);
+    }
+}
+
+int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
+                         size_t block_tokens, int level, uint8_t *digests) {
+    sha256_mix *mix = sha256_mix_portable;
+#ifdef KVSTORE_HAS_SHA_NI
+    if (level > KVSTORE_LEVEL_PORTABLE && sha256_has_sha_ni()) {
+        mix = sha256_mix_sha_ni;
+    }
+#endif
+    if (level < KVSTORE_LEVEL_PORTABLE || level > kvstore_level()) {
+        return KVSTORE_ERR_LEVEL;
+    }
+    if (blocks == 0) {
+        return KVSTORE_OK;
+    }
+    if (root == NULL || tokens == NULL || digests == NULL) {
+        return KVSTORE_ERR_NULL;
+    }
+    if (block_tokens == 0 || block_tokens > UINT32_MAX) {
+        return KVSTORE_ERR_SHAPE;
+    }
+    struct chain chain = chain_of(mix, block_tokens);
+    for (size_t i = 0; i < blocks; i++) {
+        const uint8_t *parent = i ? digests + (i - 1) * DIGEST : root;
+        hash_block(&chain, parent, (const uint8_t *)(tokens + i * block_tokens),
+                   digests + i * DIGEST);
+    }
+    return KVSTORE_OK;
+}
