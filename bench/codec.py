@@ -1,0 +1,369 @@
+"""How near packing, unpacking and hashing come to the speed of memory.
+
+Question: what share of memcpy's speed do the C kernels reach, on one core?
+Method:   every call is paired with a memcpy of the same run, in changing order; what is compared is the
+          median of the pairs' ratios. Speed is bytes read and written a second. "plain" leaves the output in
+          the cache; "past" writes past it, as unpack does by itself from half of the last cache on.
+Peers:    NumPy, torch and ml_dtypes (which casts elements alone, without scales), and torchao if it is
+          installed; for hashes OpenSSL's SHA-256 of as many bytes.
+Bound:    memcpy; each result is compared with the portable kernel's first, else exit 1.
+Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
+          Run nothing beside it. With 64 MiB and all peers it takes some ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.chart import Point, Series, chart
+from kvstore import fp4
+from kvstore.block import BlockHash
+from kvstore.cli import progress_bar
+from kvstore.codec import native, numpy_reference
+from kvstore.hash import block_hashes
+from kvstore.layout import FORMATS, SCALE_RULES
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "float16", "bfloat16")
+FP4 = ("mxfp4", "nvfp4")
+PEER_PAIRS, PEER_MIB = 3, 8
+"""Peers take up to a thousand times longer, and their speed does not depend on the size."""
+PEERS = 16
+"""How many there are with torchao."""
+SWEEP_KIB = tuple(1 << power for power in range(4, 17))
+NEVER, ALWAYS = 1 << 62, 0
+"""From which output size on unpack writes past the cache."""
+HASHED_TOKENS, BLOCK_TOKENS = 1 << 20, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel or peer at one size."""
+
+    work: str
+    by: str
+    """``portable``, ``avx2``, ..., or the name of a peer."""
+    wide_bytes: int
+    gb_per_s: float
+    memcpy_gb_per_s: float
+    ratio: float
+    """Of the speeds, the median over pairs; with the quarter below and above."""
+    low: float
+    high: float
+
+
+Work = Callable[[], Any]
+
+
+def seconds(work: Work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def paired(work: Work, moved: int, copy: Work, copied: int, pairs: int) -> dict[str, float]:
+    """Return the speeds of a call and of a memcpy, and the ratios of the pairs."""
+    work()
+    copy()
+    mine: list[float] = []
+    theirs: list[float] = []
+    for number in range(pairs):
+        for one, found in [(work, mine), (copy, theirs)][:: 1 if number % 2 else -1]:
+            found.append(seconds(one))
+    ratios = [moved / a / (copied / b) for a, b in zip(mine, theirs, strict=True)]
+    low, _, high = quantiles(ratios, n=4) if pairs > 1 else (ratios[0],) * 3
+    return {
+        "gb_per_s": moved / median(mine) / 1e9,
+        "memcpy_gb_per_s": copied / median(theirs) / 1e9,
+        "ratio": median(ratios),
+        "low": low,
+        "high": high,
+    }
+
+
+class Buffers:
+    """Numbers of one dtype with room for their codes and scales, and a pair of buffers to copy."""
+
+    def __init__(self, entry_format: str, dtype: str, wide_bytes: int) -> None:
+        count = wide_bytes // np.dtype(numpy_dtype(dtype)).itemsize
+        normal = np.random.default_rng(0).standard_normal(count, np.float32)
+        self.values = normal.astype(numpy_dtype(dtype))
+        planes = FORMATS[entry_format].planes(count)
+        self.codes, self.scales = (np.zeros(plane, np.uint8) for plane in planes)
+        self.source, self.target = np.ones(wide_bytes, np.uint8), np.zeros(wide_bytes, np.uint8)
+        self.moved = wide_bytes + self.codes.nbytes + self.scales.nbytes
+
+    def copy(self) -> None:
+        """Copy as many bytes as the wide side has."""
+        np.copyto(self.target, self.source)
+
+    def rows(self) -> tuple[native.Rows, native.Rows, native.Rows]:
+        """Return where values, codes and scales lie, each as one row."""
+        arrays = (self.values, self.codes, self.scales)
+        values, codes, scales = (native.Rows(array.ctypes.data, 0) for array in arrays)
+        return values, codes, scales
+
+
+def numpy_dtype(dtype: str) -> Any:
+    return ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def kernels(level: str, wide_bytes: int) -> Iterator[tuple[str, Work, Buffers]]:
+    """Yield every pack and unpack of a level, after a check of their results."""
+    for entry_format, dtype in itertools.product(FP4, DTYPES):
+        buffers = Buffers(entry_format, dtype, wide_bytes)
+        values, codes, scales = buffers.rows()
+        shape = {"rows": 1, "row_values": len(buffers.values)}
+        for rule in SCALE_RULES[entry_format]:
+            check(entry_format, rule, dtype, level)
+            pack = native.prepare(entry_format, rule, dtype, 1.0, level).pack
+            work = f"pack {dtype} -> {entry_format} {rule}"
+            yield work, partial(pack, values, codes, scales, **shape), buffers
+        rule = SCALE_RULES[entry_format][0]
+        for name, streamed in (("plain", NEVER), ("past", ALWAYS)):
+            unpack = native.prepare(entry_format, rule, dtype, 1.0, level, streamed).unpack
+            work = f"unpack {entry_format} -> {dtype} {name}"
+            yield work, partial(unpack, codes, scales, values, **shape), buffers
+
+
+def check(entry_format: str, rule: str, dtype: str, level: str) -> None:
+    """Exit unless a level packs and unpacks to the bytes of the portable one."""
+    bits = np.random.default_rng(1).integers(0, 256, 1 << 18, np.uint8)
+    buffers = [Buffers(entry_format, dtype, 1 << 18) for _ in range(2)]
+    for one, name in zip(buffers, ("portable", level), strict=True):
+        one.values.view(np.uint8)[:] = bits
+        made = native.prepare(entry_format, rule, dtype, 1.0, name, ALWAYS)
+        values, codes, scales = one.rows()
+        made.pack(values, codes, scales, rows=1, row_values=len(one.values))
+        made.unpack(codes, scales, values, rows=1, row_values=len(one.values))
+    a, b = buffers
+    same = np.array_equal(a.values.view(np.uint8), b.values.view(np.uint8))
+    if not (same and np.array_equal(a.codes, b.codes) and np.array_equal(a.scales, b.scales)):
+        sys.exit(f"{level} differs from portable: {entry_format} {rule} {dtype}")
+
+
+def peers(wide_bytes: int) -> Iterator[tuple[str, str, Work, Buffers]]:
+    """Yield what others offer for the same work."""
+    import torch
+
+    torch.set_num_threads(1)
+    for entry_format, dtype in [("mxfp4", "float32"), ("nvfp4", "float32"), ("nvfp4", "bfloat16")]:
+        rule = SCALE_RULES[entry_format][0]
+        buffers = Buffers(entry_format, dtype, wide_bytes)
+        fp4.pack(buffers.values, entry_format, out=(buffers.codes, buffers.scales))
+        block = FORMATS[entry_format].scale_block
+        rows = buffers.values.astype(np.float32).reshape(-1, block)
+        codes = buffers.codes.reshape(len(rows), -1)
+        scales = buffers.scales.reshape(len(rows), -1)
+        tensors = torch.from_numpy(codes), torch.from_numpy(scales)
+        wide = torch.from_numpy(rows).to(getattr(torch, dtype))
+        found: dict[tuple[str, str], Work] = {}
+        pack = f"pack {dtype} -> {entry_format} {rule}"
+        unpack = f"unpack {entry_format} -> {dtype} plain"
+        if dtype == "float32":
+            found[pack, "numpy"] = partial(numpy_reference.pack, rows, entry_format, rule, 1.0)
+            found[unpack, "numpy"] = partial(numpy_unpack, codes, scales, entry_format)
+            found[pack, "ml_dtypes, no scales"] = partial(rows.astype, ml_dtypes.float4_e2m1fn)
+        unpack_in_torch = partial(torch_unpack, *tensors, entry_format=entry_format, dtype=dtype)
+        found[unpack, "torch eager"] = unpack_in_torch
+        found[unpack, "torch.compile"] = partial(
+            torch.compile(torch_unpack), *tensors, entry_format=entry_format, dtype=dtype
+        )
+        if entry_format == "nvfp4":
+            found[pack, "torch eager"] = partial(torch_pack, wide)
+            found[pack, "torch.compile"] = partial(torch.compile(torch_pack), wide)
+        if importlib.util.find_spec("torchao") is not None:
+            found[pack, "torchao"] = torchao_pack(wide.reshape(-1, 512), entry_format)
+        for (work, name), call in found.items():
+            yield work, name, call, buffers
+
+
+def numpy_unpack(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], entry_format: str
+) -> NDArray[np.float32]:
+    """Unpack as one would in NumPy: a table of the pairs that a byte means, times the scales."""
+    pairs = np.array([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)], np.float32)
+    factors = numpy_reference.scale_value(scales, entry_format).astype(np.float32)
+    found: NDArray[np.float32] = pairs[codes].reshape(len(codes), -1) * factors
+    return found
+
+
+def torch_unpack(
+    codes: torch.Tensor, scales: torch.Tensor, *, entry_format: str, dtype: str
+) -> torch.Tensor:
+    """Unpack as one would in torch: the elements by their codes, times the scales."""
+    import torch
+
+    elements = torch.tensor(E2M1, dtype=torch.float32)
+    pairs = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+    if entry_format == "nvfp4":
+        factors = scales.view(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        factors = torch.exp2(scales.to(torch.float32) - 127)
+    return (elements[pairs.to(torch.int64)] * factors).to(getattr(torch, dtype))
+
+
+def torch_pack(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack blocks of 16 to NVFP4 as one would in torch: by where the elements change."""
+    import torch
+
+    wide = values.to(torch.float32)
+    scales = (wide.abs().amax(-1, keepdim=True).clamp(min=6 * 2.0**-9) / 6).to(torch.float8_e4m3fn)
+    quotients = wide / scales.to(torch.float32)
+    limits = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = torch.bucketize(quotients.abs(), limits) | (quotients < 0).to(torch.int64) << 3
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), scales
+
+
+def torchao_pack(values: torch.Tensor, entry_format: str) -> Work:
+    """Return torchao's packer. It is a prototype there, and may move."""
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    if entry_format == "mxfp4":
+        return partial(to_mx, values, torch.float4_e2m1fn_x2, 32)
+    return partial(nvfp4_quantize, values, 16)
+
+
+E2M1 = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+
+
+def hash_row(pairs: int) -> Row:
+    """Return the speed of the block hashes of a prompt, with OpenSSL in memcpy's place."""
+    tokens = np.random.default_rng(2).integers(0, 1 << 17, HASHED_TOKENS, np.uint32)
+    hashed = 4 * HASHED_TOKENS + 44 * (HASHED_TOKENS // BLOCK_TOKENS)
+    data, root = bytes(hashed), BlockHash(bytes(32))
+    found = paired(
+        lambda: block_hashes(root, tokens, BLOCK_TOKENS),
+        hashed,
+        lambda: hashlib.sha256(data).digest(),
+        hashed,
+        pairs,
+    )
+    return Row(f"hash {HASHED_TOKENS:,} tokens, beside SHA-256", "chain", hashed, **found)
+
+
+def measure(
+    levels: Sequence[str], wide_bytes: int, pairs: int, *, with_peers: bool
+) -> tuple[list[Row], list[Row]]:
+    """Return the table, and the rows of the sweep over sizes."""
+    small = min(wide_bytes, PEER_MIB << 20)
+    rows, sweep = [hash_row(pairs)], []
+    each = len(DTYPES) * sum(len(SCALE_RULES[entry_format]) + 2 for entry_format in FP4)
+    total = each * len(levels)
+    with progress_bar("kernels") as advance:
+        for level in levels:
+            is_slow = level == "portable"
+            size = small if is_slow else wide_bytes
+            for work, call, buffers in kernels(level, size):
+                found = paired(
+                    call, buffers.moved, buffers.copy, 2 * size, PEER_PAIRS if is_slow else pairs
+                )
+                rows.append(Row(work, level, size, **found))
+                advance(len(rows) - 1, total)
+    with progress_bar("peers") as advance:
+        for number, (work, name, call, buffers) in enumerate(peers(small) if with_peers else ()):
+            found = paired(call, buffers.moved, buffers.copy, 2 * small, PEER_PAIRS)
+            rows.append(Row(work, name, small, **found))
+            advance(number + 1, PEERS)
+    with progress_bar("sizes") as advance:
+        for number, kib in enumerate(SWEEP_KIB):
+            for entry_format, dtype in (("nvfp4", "bfloat16"), ("mxfp4", "float32")):
+                sweep += swept(entry_format, dtype, kib << 10, pairs)
+            advance(number + 1, len(SWEEP_KIB))
+    return rows, sweep
+
+
+def swept(entry_format: str, dtype: str, wide_bytes: int, pairs: int) -> list[Row]:
+    """Return pack and unpack at a size as callers get them: Python and all, the default level."""
+    buffers = Buffers(entry_format, dtype, wide_bytes)
+    out = (buffers.codes, buffers.scales)
+    calls: dict[str, Work] = {
+        f"pack {dtype} -> {entry_format}": lambda: fp4.pack(buffers.values, entry_format, out=out),
+        f"unpack {entry_format} -> {dtype}": lambda: fp4.unpack(
+            *out, entry_format, dtype=dtype, out=buffers.values
+        ),
+    }
+    return [
+        Row(
+            work,
+            native.default_level(),
+            wide_bytes,
+            **paired(call, buffers.moved, buffers.copy, 2 * wide_bytes, pairs),
+        )
+        for work, call in calls.items()
+    ]
+
+
+def picture(sweep: Sequence[Row]) -> str:
+    """Return the chart of speed against size."""
+    lines: dict[str, list[Point]] = {}
+    for row in sweep:
+        x = float(np.log2(row.wide_bytes / 1024))
+        speed = row.gb_per_s
+        lines.setdefault(row.work, []).append(Point(x, speed, speed, speed))
+    first = sweep[0].work
+    lines["memcpy"] = [
+        Point(float(np.log2(row.wide_bytes / 1024)), *(row.memcpy_gb_per_s,) * 3)
+        for row in sweep
+        if row.work == first
+    ]
+    series = [Series(name, tuple(points), is_line=True) for name, points in lines.items()]
+    return chart(
+        series,
+        title=f"FP4 on one core, level {native.default_level()}",
+        x_label="size of the wide side, 2^x KiB",
+        y_label="GB/s, read and written",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=31)
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument(
+        "--levels", nargs="+", choices=native.levels(), default=list(native.levels())
+    )
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--svg", type=Path)
+    chosen = parser.parse_args()
+    rows, sweep = measure(
+        chosen.levels, chosen.mib << 20, chosen.pairs, with_peers=not chosen.no_peers
+    )
+    if chosen.svg is not None:
+        chosen.svg.write_text(picture(sweep), encoding="utf-8")
+    if chosen.json:
+        print(json.dumps({"rows": [asdict(r) for r in rows], "sweep": [asdict(r) for r in sweep]}))
+        return
+    print(f"{'work':42} {'by':22} {'MiB':>5} {'GB/s':>7} {'memcpy':>7}  {'ratio':>6} quartiles")
+    for row in rows:
+        print(
+            f"{row.work:42} {row.by:22} {row.wide_bytes / 2**20:5.0f} {row.gb_per_s:7.2f} "
+            f"{row.memcpy_gb_per_s:7.2f}  {row.ratio:6.3f} {row.low:.3f} {row.high:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
