@@ -5,7 +5,8 @@ Method:   every call is paired with a memcpy of the same run, in changing order;
           median of the pairs' ratios. Speed is bytes read and written a second. "plain" leaves the output in
           the cache; "past" writes past it, as unpack does by itself from half of the last cache on.
 Peers:    NumPy, torch and ml_dtypes (which casts elements alone, without scales), and torchao if it is
-          installed; for hashes OpenSSL's SHA-256 of as many bytes.
+          installed. In memcpy's place stand: for hashes OpenSSL's SHA-256 of as many bytes; for entries
+          chosen at random a copy of the packed ones, or in the cache an unpack of as many in order.
 Bound:    memcpy; each result is compared with the portable kernel's first, else exit 1.
 Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
           Run nothing beside it. With 64 MiB and all peers it takes some ten minutes.
@@ -51,6 +52,9 @@ PEERS = 16
 SWEEP_KIB = tuple(1 << power for power in range(4, 17))
 NEVER, ALWAYS = 1 << 62, 0
 """From which output size on unpack writes past the cache."""
+GATHERED, GATHERED_VALUES = 2048, 512
+"""As many entries as four queries of DeepSeek-V4.1 choose, of its size."""
+FAR_BYTES, NEAR_BYTES = 256 << 20, 256 << 10
 HASHED_TOKENS, BLOCK_TOKENS = 1 << 20, 128
 
 
@@ -262,6 +266,45 @@ def hash_row(pairs: int) -> Row:
     return Row(f"hash {HASHED_TOKENS:,} tokens, beside SHA-256", "chain", hashed, **found)
 
 
+def gather_rows(level: str, pairs: int) -> list[Row]:
+    """Return how fast chosen entries of 512 values are unpacked: far apart, and in the cache.
+
+    Far apart, the ratio is to a copy of other packed entries, as many; in the cache, to an unpack
+    of as many that follow each other.
+    """
+    code_bytes, scale_bytes = FORMATS["nvfp4"].planes(GATHERED_VALUES)
+    entry_bytes = code_bytes + scale_bytes
+    made = native.prepare("nvfp4", SCALE_RULES["nvfp4"][0], "bfloat16", 1.0, level)
+
+    def gathered(name: str, pool_bytes: int) -> Row:
+        rng = np.random.default_rng(3)
+        entries = rng.integers(0, 256, (pool_bytes // entry_bytes, entry_bytes), np.uint8)
+        count = min(GATHERED, len(entries))
+        order = rng.permutation(len(entries)).astype(np.int64)
+        # New entries for every call: those of the last one are in the cache.
+        batches = itertools.cycle(order[: len(order) // count * count].reshape(-1, count))
+        out = np.zeros((count, 2 * GATHERED_VALUES), np.uint8)
+        copied = np.zeros((count, entry_bytes), np.uint8)
+        places = entries.ctypes.data, entries.ctypes.data + code_bytes
+        shape = {"rows": count, "row_values": GATHERED_VALUES}
+        target = native.Rows(out.ctypes.data, out.strides[0])
+        pools = [native.Pool(place, 0, entry_bytes) for place in places]
+        rows = [native.Rows(place, entry_bytes) for place in places]
+
+        def gather() -> None:
+            index = next(batches).ctypes.data
+            made.gather(*pools, index, target, pages=(1, len(entries)), table=None, **shape)
+
+        def copy() -> None:
+            np.take(entries, next(batches), axis=0, out=copied, mode="clip")
+
+        bound = copy if pool_bytes == FAR_BYTES else partial(made.unpack, *rows, target, **shape)
+        found = paired(gather, out.nbytes, bound, out.nbytes, pairs)
+        return Row(f"gather nvfp4 -> bfloat16 {name}", level, pool_bytes, **found)
+
+    return [gathered("far apart", FAR_BYTES), gathered("in the cache", NEAR_BYTES)]
+
+
 def measure(
     levels: Sequence[str], wide_bytes: int, pairs: int, *, with_peers: bool
 ) -> tuple[list[Row], list[Row]]:
@@ -280,6 +323,8 @@ def measure(
                 )
                 rows.append(Row(work, level, size, **found))
                 advance(len(rows) - 1, total)
+    for level in levels:
+        rows += gather_rows(level, PEER_PAIRS if level == "portable" else pairs)
     with progress_bar("peers") as advance:
         for number, (work, name, call, buffers) in enumerate(peers(small) if with_peers else ()):
             found = paired(call, buffers.moved, buffers.copy, 2 * small, PEER_PAIRS)

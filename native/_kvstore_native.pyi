@@ -1,5 +1,7 @@
 """Types of the C module. The contract, and what each function does, is in kvstore_native.h."""
 
+from typing import Any
+
 class CData:
     """A C pointer, struct or number."""
 
@@ -14,8 +16,10 @@ class PackStats(CData):
 class FFI:
     """The part of cffi's FFI object that kvstore uses."""
 
+    NULL: CData
+
     def cast(self, ctype: str, value: int | CData) -> CData: ...
-    def new(self, ctype: str) -> PackStats: ...
+    def new(self, ctype: str, init: object = None) -> Any: ...
     def from_buffer(self, ctype: str, buffer: object) -> CData: ...
 
 class Lib:
@@ -32,6 +36,7 @@ class Lib:
     KVSTORE_ERR_OVERLAP: int
     KVSTORE_ERR_LEVEL: int
     KVSTORE_ERR_ALIGN: int
+    KVSTORE_ERR_INDEX: int
     KVSTORE_F32: int
     KVSTORE_F16: int
     KVSTORE_BF16: int
@@ -83,6 +88,17 @@ class Lib:
         code_stride: int,
         scales: CData,
         scale_stride: int,
+        rows: int,
+        row_values: int,
+        values: CData,
+        value_stride: int,
+        /,
+    ) -> int: ...
+    def kvstore_gather(
+        self,
+        codec: CData,
+        entries: CData,
+        index: CData,
         rows: int,
         row_values: int,
         values: CData,

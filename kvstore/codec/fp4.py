@@ -14,7 +14,7 @@ from kvstore.codec.packed import Kernel, PackStats
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
 
-__all__ = ["PackStats", "pack", "relative_error", "unpack"]
+__all__ = ["PackStats", "gather", "pack", "relative_error", "unpack"]
 
 
 def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Kernel:
@@ -88,6 +88,37 @@ def unpack(
     rule = "torchao" if entry_format == "nvfp4" else None
     kernel = _kernel(entry_format, rule, global_scale)
     return packed.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
+
+
+def gather(
+    nibbles: ArrayT,
+    scales: Array,
+    index: Array,
+    entry_format: str,
+    *,
+    pages: Array | None = None,
+    dtype: DType = "bfloat16",
+    out: Array | None = None,
+    global_scale: float = 1.0,
+) -> ArrayT:
+    """Unpack chosen entries only, as sparse attention reads them: row i is entry ``index[i]``.
+
+    Without ``pages``, entries are the rows of an array. With it they lie in a pool of pages, and
+    ``pages`` is the page table of one prompt: entry e is entry ``e % m`` of page ``pages[e // m]``.
+
+    Shapes:
+        nibbles uint8 ``[entries, n / 2]`` or ``[pages of the pool, m, n / 2]``; scales the same
+        with ``n / block``; index ``[k]`` and pages, integers; result ``[k, n]``.
+
+    Raises:
+        ValueError: naming what was found and what was expected; nothing was written then.
+
+    Cost: reads the chosen entries alone, where they lie. Tensors of another device are gathered
+        and decoded there.
+    """
+    rule = "torchao" if entry_format == "nvfp4" else None
+    kernel = _kernel(entry_format, rule, global_scale)
+    return packed.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
 
 
 def relative_error(

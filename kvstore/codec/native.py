@@ -62,6 +62,7 @@ _MESSAGES: Mapping[int, str] = {
     lib.KVSTORE_ERR_OVERLAP: "an output shares memory with another buffer",
     lib.KVSTORE_ERR_LEVEL: "this processor does not have the level",
     lib.KVSTORE_ERR_ALIGN: "a codec must be aligned to 64 bytes",
+    lib.KVSTORE_ERR_INDEX: "an entry or a page is named that does not exist",
 }
 
 
@@ -74,6 +75,15 @@ class Rows:
     """
 
     address: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Where the entries of one plane of a pool of pages lie. Strides are in bytes."""
+
+    address: int
+    page_stride: int
     stride: int
 
 
@@ -165,6 +175,49 @@ class Prepared:
             codes.stride,
             ffi.cast("uint8_t *", scales.address),
             scales.stride,
+            rows,
+            row_values,
+            ffi.cast("void *", values.address),
+            values.stride,
+        )
+        _check(code)
+
+    def gather(
+        self,
+        codes: Pool,
+        scales: Pool,
+        index: int,
+        values: Rows,
+        *,
+        pages: tuple[int, int],
+        table: tuple[int, int] | None,
+        rows: int,
+        row_values: int,
+    ) -> None:
+        """Unpack chosen entries. Raises and threads as :meth:`pack`.
+
+        ``pages`` are those of the pool and the entries of each; ``index`` is the address of
+        ``rows`` int64 numbers, ``table`` that of the page table and its length.
+        """
+        entries = ffi.new(
+            "struct kvstore_entries *",
+            {
+                "codes": ffi.cast("uint8_t *", codes.address),
+                "scales": ffi.cast("uint8_t *", scales.address),
+                "code_page_stride": codes.page_stride,
+                "code_stride": codes.stride,
+                "scale_page_stride": scales.page_stride,
+                "scale_stride": scales.stride,
+                "pool_pages": pages[0],
+                "page_entries": pages[1],
+                "table": ffi.cast("int64_t *", table[0] if table else 0),
+                "table_pages": table[1] if table else 0,
+            },
+        )
+        code = lib.kvstore_gather(
+            self._pointer,
+            entries,
+            ffi.cast("int64_t *", index),
             rows,
             row_values,
             ffi.cast("void *", values.address),

@@ -249,6 +249,104 @@ def unpack(
     return values
 
 
+def gather(
+    codes: ArrayT,
+    scales: Array,
+    index: Array,
+    kernel: Kernel,
+    *,
+    pages: Array | None = None,
+    dtype: DType = "bfloat16",
+    out: Array | None = None,
+) -> ArrayT:
+    """Unpack chosen entries of an array, or of a pool of pages through a page table.
+
+    Raises:
+        ValueError: naming what was found and what was expected; nothing was written then.
+
+    Cost: reads the chosen entries only. Tensors of another device are gathered there.
+    """
+    target_dtype = dtype_name(dtype)
+    if target_dtype not in FLOATS:
+        raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {target_dtype}")
+    scales = same_kind(scales, kernel.names[1], codes)
+    chosen = _indices(index, "index")
+    table = None if pages is None else _indices(pages, "pages")
+    _unpacked_shape(tuple(codes.shape), tuple(scales.shape), kernel)
+    if codes.ndim != (2 if table is None else 3):
+        expected = "[entries, ...]" if table is None else "[pages, entries, ...]"
+        raise ValueError(
+            f"{kernel.names[0]} must have shape {expected}, found shape {list(codes.shape)}"
+        )
+    _check_indices(chosen, table, tuple(codes.shape[:-1]))
+    if is_remote(codes) or is_remote(scales):
+        places = torch_places(chosen, table, codes)
+        rows = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1])
+        planes = rows[0].index_select(0, places), rows[1].index_select(0, places)
+        values = None if out is None else same_kind(out, "out", codes)
+        return _unpack_remote(planes, kernel, target_dtype, values)
+    sources = [
+        row_contiguous(host_view(plane, name, BYTES).data)
+        for plane, name in zip((codes, scales), kernel.names, strict=True)
+    ]
+    row_values = sources[0].shape[-1] * 8 // FORMATS[kernel.entry_format].value_bits
+    shape = (len(chosen), row_values)
+    values = empty_like(codes, shape, target_dtype) if out is None else same_kind(out, "out", codes)
+    target = _target(values, "out", shape, target_dtype)
+    for source, name in zip(sources, kernel.names, strict=True):
+        check_apart({"out": target, name: source})
+    if target.size == 0:
+        return values
+    pools = [source if table is not None else source[None] for source in sources]
+    places = [native.Pool(pool.ctypes.data, *pool.strides[:2]) for pool in pools]
+    kernel.prepared(target_dtype).gather(
+        places[0],
+        places[1],
+        chosen.ctypes.data,
+        native.Rows(target.ctypes.data, target.strides[0]),
+        pages=(pools[0].shape[0], pools[0].shape[1]),
+        table=None if table is None else (table.ctypes.data, len(table)),
+        rows=len(chosen),
+        row_values=row_values,
+    )
+    return values
+
+
+def torch_places(
+    chosen: NDArray[np.int64], table: NDArray[np.int64] | None, like: torch.Tensor
+) -> torch.Tensor:
+    """Return which rows of a pool are chosen, as a tensor on the pool's device."""
+    import torch
+
+    places = chosen
+    if table is not None:
+        entries = like.shape[1]
+        places = table[chosen // entries] * entries + chosen % entries
+    return torch.from_numpy(places).to(like.device)
+
+
+def _indices(array: Array, role: str) -> NDArray[np.int64]:
+    """Return a one-dimensional array or tensor of integers as contiguous int64."""
+    if is_tensor(array):
+        array = array.detach().cpu().numpy()
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{role} must be a one-dimensional array of integers")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _check_indices(
+    chosen: NDArray[np.int64], table: NDArray[np.int64] | None, pool: tuple[int, ...]
+) -> None:
+    known = pool[0] if table is None else len(table) * pool[1]
+    bounds = [("index", chosen, known)]
+    if table is not None:
+        bounds.append(("pages", table, pool[0]))
+    for role, array, stop in bounds:
+        outside = array[(array < 0) | (array >= stop)]
+        if outside.size:
+            raise ValueError(f"{role} must lie in [0, {stop}), found {outside[0]}")
+
+
 def _unpacked_shape(
     codes: tuple[int, ...], scales: tuple[int, ...], kernel: Kernel
 ) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ enum {
     KVSTORE_ERR_STRIDE = -7,       /* output rows overlap, or a plane exceeds the address space */
     KVSTORE_ERR_OVERLAP = -8,      /* an output shares bytes with another buffer */
     KVSTORE_ERR_LEVEL = -9,        /* this processor or this library does not have the level */
-    KVSTORE_ERR_ALIGN = -10        /* a codec is not aligned to 64 bytes */
+    KVSTORE_ERR_ALIGN = -10,       /* a codec is not aligned to 64 bytes */
+    KVSTORE_ERR_INDEX = -11        /* an entry or a page that does not exist */
 };
 
 /* Element types of the wide side. Native byte order; no alignment is needed. */
@@ -129,6 +130,28 @@ int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t r
 int kvstore_unpack(const struct kvstore_codec *codec, const uint8_t *codes, ptrdiff_t code_stride,
                    const uint8_t *scales, ptrdiff_t scale_stride, size_t rows, size_t row_values,
                    void *values, ptrdiff_t value_stride);
+
+/* Where the entries of one prompt lie in a pool of pages: entry e is entry e % page_entries of the
+ * page table[e / page_entries]. Strides, in bytes, lead from page to page and from entry to entry. */
+struct kvstore_entries {
+    const uint8_t *codes, *scales;
+    ptrdiff_t code_page_stride, code_stride;
+    ptrdiff_t scale_page_stride, scale_stride;
+    size_t pool_pages, page_entries;
+    const int64_t *table; /* null: page after page, as in an array */
+    size_t table_pages;   /* pages of the table, or of the pool without one */
+};
+
+/* Unpack chosen entries: values[i] is entry index[i]. Any order; one may be chosen twice.
+ *
+ * entries  in:  rows of row_values, as kvstore_pack writes them.
+ * index    in:  [rows], each in [0, table_pages * page_entries).
+ * values   out: [rows, row_values] of dtype, apart from everything else.
+ *
+ * Returns OK, SHAPE, NULL, STRIDE, OVERLAP or INDEX. */
+int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entries *entries,
+                   const int64_t *index, size_t rows, size_t row_values, void *values,
+                   ptrdiff_t value_stride);
 
 /* The chained SHA-256 of blocks of tokens, first block first. docs/format.md, section 2.
  *

@@ -5,6 +5,11 @@
 #include <xmmintrin.h>
 #endif
 
+enum {
+    LINE = 64,
+    AHEAD = 8 /* entries that are fetched while one is unpacked; 4 to 16 measure alike */
+};
+
 /* How a row of each format is laid out. A block of 0 values is the whole row. */
 static const struct shape {
     size_t block, values_per_byte, scale_bytes;
@@ -76,22 +81,28 @@ struct walk {
     ptrdiff_t value_stride, code_stride, scale_stride;
 };
 
-/* Check a call, and make one row of rows that follow each other. A walk of no rows is no error. */
-static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const void *values,
-                     const void *codes, const void *scales, int is_unpack) {
+/* Find how long a row is. A walk of no rows, or of empty ones, is no error. */
+static int measure(const struct kvstore_codec *codec, struct walk *walk) {
     const struct shape shape = SHAPE[codec->format];
     /* A row of FP8 has a scale, so it cannot be empty. */
     const int fits = shape.block ? walk->count % shape.block == 0 : walk->count > 0;
     if (!fits || walk->count > (size_t)PTRDIFF_MAX / 4) {
         return KVSTORE_ERR_SHAPE;
     }
-    if (walk->rows == 0 || walk->count == 0) {
-        walk->rows = 0;
-        return KVSTORE_OK;
-    }
+    walk->rows = walk->count ? walk->rows : 0;
     walk->value_bytes = walk->count * WIDE_BYTES[codec->dtype];
     walk->code_bytes = walk->count / shape.values_per_byte;
     walk->scale_bytes = (shape.block ? walk->count / shape.block : 1) * shape.scale_bytes;
+    return KVSTORE_OK;
+}
+
+/* Check a call of rows, and make one row of those that follow each other. */
+static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const void *values,
+                     const void *codes, const void *scales, int is_unpack) {
+    const int failed = measure(codec, walk);
+    if (failed || walk->rows == 0) {
+        return failed;
+    }
     const struct plane wide = {values, walk->value_bytes, walk->value_stride};
     const struct plane narrow[2] = {{codes, walk->code_bytes, walk->code_stride},
                                     {scales, walk->scale_bytes, walk->scale_stride}};
@@ -101,7 +112,7 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
     if (code != KVSTORE_OK) {
         return code;
     }
-    if (shape.block && walk->value_stride == (ptrdiff_t)walk->value_bytes &&
+    if (SHAPE[codec->format].block && walk->value_stride == (ptrdiff_t)walk->value_bytes &&
         walk->code_stride == (ptrdiff_t)walk->code_bytes &&
         walk->scale_stride == (ptrdiff_t)walk->scale_bytes) {
         walk->count *= walk->rows; /* no overflow: check() found that all of it has addresses */
@@ -131,6 +142,21 @@ int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t r
     return KVSTORE_OK;
 }
 
+static int passes_the_cache(const struct kvstore_codec *codec, const struct walk *walk) {
+    return walk->rows && walk->rows * walk->value_bytes >= codec->streamed_bytes;
+}
+
+/* Once a call: after every row it costs most of what streaming gains. */
+static void end_stream(int is_streamed) {
+#ifdef KVSTORE_HAS_AVX2
+    if (is_streamed) {
+        _mm_sfence();
+    }
+#else
+    (void)is_streamed;
+#endif
+}
+
 int kvstore_unpack(const struct kvstore_codec *codec, const uint8_t *codes, ptrdiff_t code_stride,
                    const uint8_t *scales, ptrdiff_t scale_stride, size_t rows, size_t row_values,
                    void *values, ptrdiff_t value_stride) {
@@ -143,16 +169,122 @@ int kvstore_unpack(const struct kvstore_codec *codec, const uint8_t *codes, ptrd
     if (code != KVSTORE_OK) {
         return code;
     }
-    const int is_streamed = walk.rows && walk.rows * walk.value_bytes >= codec->streamed_bytes;
+    const int is_streamed = passes_the_cache(codec, &walk);
     for (size_t row = 0; row < walk.rows; row++) {
         codec->unpack(codec, codes + (ptrdiff_t)row * code_stride,
                       scales + (ptrdiff_t)row * scale_stride, walk.count,
                       (unsigned char *)values + (ptrdiff_t)row * value_stride, is_streamed);
     }
-#ifdef KVSTORE_HAS_AVX2
-    if (is_streamed) {
-        _mm_sfence(); /* once a call: after every row it costs most of the gain */
+    end_stream(is_streamed);
+    return KVSTORE_OK;
+}
+
+/* Bytes from the lowest to the highest of a plane of a pool; 0 if they exceed the address space. */
+static size_t pool_span(const struct plane *page, size_t pages, size_t entries, ptrdiff_t stride) {
+    const struct plane whole = {page->data, span_of(page, entries), stride};
+    return whole.row_bytes ? span_of(&whole, pages) : 0;
+}
+
+static uintptr_t pool_lowest(const struct plane *page, size_t pages, size_t entries,
+                             ptrdiff_t stride) {
+    const struct plane whole = {(const void *)lowest_of(page, entries), 0, stride};
+    return lowest_of(&whole, pages);
+}
+
+static int check_gather(const struct walk *walk, const struct kvstore_entries *entries,
+                        const int64_t *index, const void *values) {
+    const struct plane out = {values, walk->value_bytes, walk->value_stride};
+    const struct plane page[2] = {{entries->codes, walk->code_bytes, entries->code_stride},
+                                  {entries->scales, walk->scale_bytes, entries->scale_stride}};
+    const ptrdiff_t page_stride[2] = {entries->code_page_stride, entries->scale_page_stride};
+    if (index == NULL || values == NULL || entries->codes == NULL || entries->scales == NULL) {
+        return KVSTORE_ERR_NULL;
     }
-#endif
+    const size_t pages = entries->pool_pages, in_page = entries->page_entries;
+    if (pages == 0 || in_page == 0) {
+        return KVSTORE_ERR_INDEX;
+    }
+    const size_t out_span = span_of(&out, walk->rows);
+    if (out_span == 0 || (walk->rows > 1 && magnitude_of(out.stride) < out.row_bytes)) {
+        return KVSTORE_ERR_STRIDE;
+    }
+    for (int i = 0; i < 2; i++) {
+        const size_t span = pool_span(&page[i], pages, in_page, page_stride[i]);
+        if (span == 0) {
+            return KVSTORE_ERR_STRIDE;
+        }
+        const uintptr_t low = pool_lowest(&page[i], pages, in_page, page_stride[i]);
+        const uintptr_t out_low = lowest_of(&out, walk->rows);
+        if (out_low < low + span && low < out_low + out_span) {
+            return KVSTORE_ERR_OVERLAP;
+        }
+    }
+    const size_t known = entries->table ? entries->table_pages : pages;
+    for (size_t i = 0; entries->table && i < entries->table_pages; i++) {
+        if (entries->table[i] < 0 || (uint64_t)entries->table[i] >= pages) {
+            return KVSTORE_ERR_INDEX;
+        }
+    }
+    for (size_t i = 0; i < walk->rows; i++) {
+        if (index[i] < 0 || (uint64_t)index[i] / in_page >= known) {
+            return KVSTORE_ERR_INDEX;
+        }
+    }
+    return KVSTORE_OK;
+}
+
+/* Where one entry lies. */
+struct place {
+    const uint8_t *codes, *scales;
+};
+
+/* Find an entry, and start to fetch it: the CPU cannot guess where the next ones lie. */
+static struct place fetch(const struct kvstore_entries *entries, int64_t entry,
+                          const struct walk *walk) {
+    size_t page = 0, slot = (size_t)entry;
+    if (slot >= entries->page_entries || entries->table) { /* else spare a division */
+        page = slot / entries->page_entries;
+        slot -= page * entries->page_entries;
+        page = entries->table ? (size_t)entries->table[page] : page;
+    }
+    const ptrdiff_t p = (ptrdiff_t)page, e = (ptrdiff_t)slot;
+    const struct place place = {
+        entries->codes + p * entries->code_page_stride + e * entries->code_stride,
+        entries->scales + p * entries->scale_page_stride + e * entries->scale_stride};
+    for (size_t byte = 0; byte < walk->code_bytes; byte += LINE) {
+        __builtin_prefetch(place.codes + byte);
+    }
+    __builtin_prefetch(place.codes + walk->code_bytes - 1);
+    __builtin_prefetch(place.scales);
+    return place;
+}
+
+int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entries *entries,
+                   const int64_t *index, size_t rows, size_t row_values, void *values,
+                   ptrdiff_t value_stride) {
+    struct walk walk = {.rows = rows, .count = row_values, .value_stride = value_stride};
+    int code = measure(codec, &walk);
+    if (code != KVSTORE_OK || walk.rows == 0) {
+        return code;
+    }
+    code = check_gather(&walk, entries, index, values);
+    if (code != KVSTORE_OK) {
+        return code;
+    }
+    const int is_streamed = passes_the_cache(codec, &walk);
+    struct place places[AHEAD];
+    for (size_t row = 0; row < walk.rows && row < AHEAD; row++) {
+        places[row] = fetch(entries, index[row], &walk);
+    }
+    for (size_t row = 0; row < walk.rows; row++) {
+        struct place *place = &places[row % AHEAD];
+        const struct place now = *place;
+        if (row + AHEAD < walk.rows) {
+            *place = fetch(entries, index[row + AHEAD], &walk);
+        }
+        codec->unpack(codec, now.codes, now.scales, walk.count,
+                      (unsigned char *)values + (ptrdiff_t)row * value_stride, is_streamed);
+    }
+    end_stream(is_streamed);
     return KVSTORE_OK;
 }
