@@ -154,7 +154,7 @@ class SchedulerSide:
         adapter = None
         if lora is not None:
             key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-            if key not in self._adapters:
+            if key not in self._adapters or lora.load_inplace:  # other weights in the same folder
                 self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path)
             adapter = self._adapters[key]
         return request_namespace(self._base, self._tenant, request.cache_salt, adapter)

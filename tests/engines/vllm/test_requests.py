@@ -18,6 +18,7 @@ require.engine("vllm", "vllm", "tests.engines.vllm.engine")
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -289,6 +290,24 @@ def test_an_image_that_cannot_be_named_costs_hits_and_no_request(tmp_path: Path)
         assert not side.plan([("r", 300)], (), lambda _: table).saves
         side.finish(request, (tuple(table[0]),))
         assert side.faults.counts
+
+
+def test_an_adapter_loaded_in_place_is_another_one(tmp_path: Path) -> None:
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path / "s")
+        found = []
+        for number, (weights, in_place) in enumerate([(b"1", False), (b"2", False), (b"2", True)]):
+            (adapter / "adapter_model.safetensors").write_bytes(weights)
+            lora = LoRARequest("a", 1, str(adapter), load_inplace=in_place)
+            request = Request(
+                str(number), prompt(300), SamplingParams(max_tokens=1), None, lora_request=lora
+            )
+            side.add(request)
+            found.append(side._tracked[str(number)].namespace)
+        assert found[0] == found[1], "vLLM goes on with what it loaded"
+        assert found[0] != found[2]
 
 
 class _Stuck(Job):
