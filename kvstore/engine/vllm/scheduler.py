@@ -402,9 +402,13 @@ class SchedulerSide:
         self._update = nonce
         self._pools = {}
         for tracked in self._tracked.values():
-            tracked.namespace = self._namespace(tracked.request)
-            tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
+            tracked.namespace = updated(tracked.namespace, nonce)
             tracked.saving = Saving()
+            try:
+                tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
+            except Exception as error:
+                self.faults.note("weight update", error)
+                tracked.may_load = False  # what its scopes find is of the old weights
         if self._sends_events:
             self._events.append(AllBlocksCleared())
 

@@ -310,6 +310,23 @@ def test_an_adapter_loaded_in_place_is_another_one(tmp_path: Path) -> None:
         assert found[0] != found[2]
 
 
+def test_new_weights_on_a_disk_that_fails_hit_nothing_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path)
+        [store] = side._readers
+        store.store(prompt(256), {"kv": np.zeros((1, 16, 16 * 64 * 4), np.uint8)})
+        store.flush()
+        request = Request("r", prompt(300), SamplingParams(max_tokens=1), None)
+        side.add(request)
+        assert side.matched(request, 0) == 256
+        monkeypatch.setattr(store, "scope", _raise)
+        side.reset()
+        assert side.matched(request, 0) == 0
+        assert side.faults.counts["weight update_faults"] == 1
+
+
 class _Stuck(Job):
     """A job on a disk that hangs, until it is cancelled."""
 
