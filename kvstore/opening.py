@@ -140,7 +140,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return where a store really lies: it stays there if the process or a link moves on."""
     try:
         return Path(path).expanduser().resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
         raise ConfigError(msg) from error
 

@@ -234,6 +234,12 @@ def test_an_option_that_cannot_work_is_refused(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "~no-such-user/s"], ids=ascii)
+def test_a_path_that_cannot_be_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="leads nowhere"):
+        open_store(path)  # type: ignore[arg-type]
+
+
 # ---- whose directory it is ----------------------------------------------------------------------
 
 
