@@ -573,6 +573,25 @@ def test_closing_finishes_saves_that_were_begun(tmp_path: Path, hold_jobs: Gate)
         assert again.lookup(tokens).hit_tokens == 2 * BLOCK
 
 
+def test_a_job_that_comes_too_late_is_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, engine = tokens_of(2 * BLOCK + 1), Engine(DENSE, 4)
+    cache = open_cache(tmp_path / "s")
+    cache.store(tokens, entries_of(DENSE, tokens))
+    cache.flush()
+    match = cache.lookup(tokens)
+    cache.close()
+    monkeypatch.setattr(cache._shared, "guard", lambda: None)  # passed before the store was closed
+    threads = threading.active_count()
+    load, save = cache.load(match, engine.pages), cache.save(tokens, engine.pages)
+    assert load.done
+    assert save.done
+    assert (load.error, load.loaded_tokens, load.failed_blocks) == (None, 0, (0, 1))
+    assert (save.error, save.stored.dropped) == (None, 2)
+    assert threading.active_count() == threads
+
+
 BAD_PAGES: list[tuple[Callable[[Engine], Pages], str]] = [
     (
         lambda e: Pages(e.pages.tensors, e.ids, "padded"),
