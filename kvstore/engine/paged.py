@@ -7,6 +7,7 @@ tokens; a *block* is ours. It knows no engine's classes, no tensor, no file and 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,7 +60,7 @@ class Hints:
                 raise ConfigError(msg)
         ttl = values.get("ttl")
         is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-        if ttl is not None and not (is_number and 0 < ttl < math.inf):
+        if ttl is not None and not (is_number and 0 < ttl <= sys.float_info.max):
             msg = f"hint ttl must be positive seconds, found {ttl!r}"
             raise ConfigError(msg)
         return cls(**values)

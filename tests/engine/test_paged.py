@@ -208,7 +208,11 @@ class TestHints:
 
     @pytest.mark.parametrize(
         "wishes",
-        [["pin"], {"forever": True}, {"pin": 1}, {"ttl": 0}, {"ttl": True}, {"ttl": float("nan")}],
+        [
+            *(["pin"], {"forever": True}, {"pin": 1}),
+            *({"ttl": ttl} for ttl in (0, True, float("nan"), float("inf"), 10**400)),
+        ],
+        ids=lambda wishes: str(wishes)[:20],
     )
     def test_anything_else_says_what_was_expected(self, wishes: object) -> None:
         with pytest.raises(ConfigError, match="expected|must be"):
