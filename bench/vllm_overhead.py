@@ -38,6 +38,7 @@ SIDES = ("none", "idle", "kvstore")
 RATIOS = (("kvstore", "none"), ("idle", "none"), ("kvstore", "idle"))
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # threads that wait for each other spin, and that would be counted
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

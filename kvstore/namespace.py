@@ -53,10 +53,10 @@ class Namespace:
 def weights_digest(folder: str | Path) -> str:
     """Return a digest of the weights in ``folder`` (or of one weight file).
 
-    Covers the config, and of every shard its name, its size, its first bytes (which hold the
-    header of safetensors and GGUF files) and evenly sampled extents. Neither the folder's name nor
-    the name a model is served under is part of it. A change of a few weights between two samples
-    goes unseen; retrained or requantised weights do not.
+    Covers the config of a model or an adapter, and of every shard its name, its size, its first
+    bytes (which hold the header of safetensors and GGUF files) and evenly sampled extents. Neither
+    the folder's name nor the name a model is served under is part of it. A change of a few weights
+    between two samples goes unseen; retrained or requantised weights do not.
 
     Raises:
         ConfigError: if there is nothing to digest.
@@ -69,7 +69,8 @@ def weights_digest(folder: str | Path) -> str:
         files = [root]
     elif root.is_dir():
         files = sorted(item for item in root.iterdir() if item.suffix in suffixes)
-        files += [item for item in [root / "config.json"] if item.is_file()]
+        configs = [root / name for name in ("config.json", "adapter_config.json")]
+        files += [item for item in configs if item.is_file()]
     else:
         files = []
     if not files:

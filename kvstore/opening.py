@@ -114,6 +114,8 @@ _opened: dict[tuple[int, int], _Opened] = {}
 _inherited: dict[tuple[int, int], OpenStore] = {}
 """Stores that a forked child took over and must let go of before it opens its own."""
 _opening = threading.RLock()
+_forking = threading.local()
+"""The tiers that a thread holds still while it forks."""
 
 
 def take_over(directory_path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) -> T:
@@ -140,7 +142,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return where a store really lies: it stays there if the process or a link moves on."""
     try:
         return Path(path).expanduser().resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
         raise ConfigError(msg) from error
 
@@ -199,6 +201,17 @@ def unshare(shared: OpenStore) -> None:
         shared.close()
 
 
+def _before_fork() -> None:
+    _forking.tiers = [opened.shared.ssd for opened in list(_opened.values())]
+    for tier in _forking.tiers:
+        tier.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    for tier in _forking.tiers:
+        tier.after_fork()
+
+
 def _after_fork() -> None:
     """In a child: let go of every inherited store, so that the child can open its own."""
     global _opening  # noqa: PLW0603 - the parent's lock may be held by a thread that is not here
@@ -216,5 +229,7 @@ def _close_all() -> None:
             opened.shared.close()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+)
 atexit.register(_close_all)

@@ -52,6 +52,7 @@ def flip(name: str, place: int) -> Callable[[dict[str, bytes]], None]:
         lambda files: files.pop("config.json"),
         lambda files: files.pop("model-00002-of-00002.safetensors"),
         lambda files: files.update({"model-3.safetensors": b""}),
+        lambda files: files.update({"adapter_config.json": b'{"lora_alpha": 32}'}),
         lambda files: files.update(
             {"renamed.safetensors": files.pop("model-00002-of-00002.safetensors")}
         ),

@@ -6,7 +6,7 @@ It knows prefixes, pages and tiers. What it copies was decided by a lookup, or b
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -136,28 +136,32 @@ class Jobs:
         self._chunk = max(1, STAGING_BYTES // tiers.format.payload_bytes)
         self._threads: dict[str, TaskThread] = {}
         self._lock = threading.Lock()
+        self._is_closing = False
 
-    def _thread(self, name: str) -> TaskThread:
+    def _submit(self, name: str, task: Callable[[], None]) -> bool:
+        """Give a task to the thread of that name; say whether it was taken."""
         with self._lock:
+            if self._is_closing:  # also for a caller that was asked in before: no thread is made
+                return False
             if name not in self._threads:
                 self._threads[name] = TaskThread(f"kvstore-{name}", QUEUED_JOBS)
-            return self._threads[name]
+            return self._threads[name].submit(task)
 
     def save(self, save: Save) -> Job:
-        """Start a save. One that finds the queue full is dropped and counted."""
+        """Start a save. One that comes too late, or finds the queue full, is dropped and counted."""
         job = Job()
-        if not self._thread("save").submit(lambda: job.run(lambda job: self._save(job, save))):
+        if not self._submit("save", lambda: job.run(lambda job: self._save(job, save))):
             count = len(save.prefix.hashes) - save.start // self._block_tokens
-            self._tiers.context.count_drop("queue_full", count)
+            self._tiers.context.count_drop("closed" if self._is_closing else "queue_full", count)
             job.stored = Stored(save.start, 0, count)
             job.finish()
         return job
 
     def load(self, load: Load) -> Job:
-        """Start a load. One that finds the queue full delivers nothing."""
+        """Start a load. One that comes too late, or finds the queue full, delivers nothing."""
         groups = self._tiers.format.layout.global_groups
         job = Job([(group.name, layer) for group in groups for layer in group.layers])
-        if not self._thread("load").submit(lambda: job.run(lambda job: self._load(job, load))):
+        if not self._submit("load", lambda: job.run(lambda job: self._load(job, load))):
             self._tiers.release(load.hold)
             self._conclude(job, load, load.start)
             job.finish()
@@ -170,6 +174,8 @@ class Jobs:
 
     def close(self) -> None:
         """Finish what waits and stop the threads."""
+        with self._lock:
+            self._is_closing = True
         for thread in self._threads.values():
             thread.close()
 

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -28,7 +27,7 @@ from typing_extensions import override
 from kvstore.block_store import BlockStore
 from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.opening import size_bytes
+from kvstore.opening import resolved, size_bytes
 from kvstore.transfer import TaskThread
 
 try:
@@ -178,6 +177,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
             KVStoreError: if one cannot be opened, or belongs to another process.
         """
         self.options = config.options
+        self._root = resolved(self.options.path)
         self._capacity = size_bytes(self.options.ssd_bytes, "ssd_bytes")
         super().__init__(max_capacity_bytes=self._capacity)
         self._lock = threading.Lock()
@@ -212,7 +212,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
     # ---- stores --------------------------------------------------------------------------------
 
     def _open_existing(self) -> None:
-        root = Path(self.options.path).expanduser()
+        root = self._root
         if not root.is_dir():
             return
         names = [item.name for item in root.iterdir() if item.name.startswith(_FOLDER)]
@@ -242,7 +242,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
             if store is None and len(self._stores) < self.options.sizes:
                 prefix = _SIZE.pack(size)
                 store = BlockStore.open(
-                    Path(self.options.path).expanduser() / f"{_FOLDER}{size}",
+                    self._root / f"{_FOLDER}{size}",
                     block_bytes=size,
                     key_bytes=_KEY_BYTES,
                     ssd_bytes=self._capacity // self.options.sizes,
@@ -309,19 +309,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         def finish(result: Any) -> None:
             with self._lock:
                 results[number] = result
-            self._events[what].notify()
+                if not self._is_closed:
+                    self._events[what].notify()
 
         def run() -> None:
             try:
                 result = work()
             except Exception as error:  # the controllers wait for this task
-                with self._lock:
-                    self._errors += 1
-                    is_first = self._errors == 1
-                if is_first:
-                    logger.exception("a %s task failed; further ones are only counted", what)
-                else:
-                    logger.debug("a %s task failed: %r", what, error)
+                self._note(f"{what} task", error)
                 result = failed()
             finish(result)
 
@@ -330,6 +325,17 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
                 self._refused += 1
             finish(failed())
         return number
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Count a failure that a thread of LMCache must not see, and log the first one."""
+        with self._lock:
+            self._errors += 1
+            is_first = self._errors == 1
+        if is_first:
+            message = "a %s failed: %s; further failures are only counted"
+            logger.error(message, what, error, exc_info=error)
+        else:
+            logger.debug("a %s failed: %r", what, error)
 
     # ---- storing -------------------------------------------------------------------------------
 
@@ -368,6 +374,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
                     is_whole = False
                 elif self._enter(store.block_id(name), entries[i]):
                     fresh.append(entries[i])
+                    # It may have gone since: then its removal was settled before it was noted.
+                    self._left.append(_SIZE.pack(size) + store.block_id(name))
         if fresh:
             self._notify_keys_stored([e.key for e in fresh], [e.size for e in fresh])
         if not is_whole:  # a task fails as a whole
@@ -403,6 +411,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
     def _do_lookup(
         self, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]
     ) -> Bitmap:
+        self._settle()  # first: what fails after a lock would leave it behind
         found = Bitmap(len(keys))
         for i, key in enumerate(keys):
             entry = self._candidate(key, descs.get(key.object_group_id))
@@ -410,7 +419,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
                 with self._lock:
                     self._locks.setdefault(key, []).append(entry)
                 found.set(i)
-        self._settle()
         return found
 
     def _candidate(self, key: ObjectKey, desc: MemoryLayoutDesc | None) -> _Entry | None:
@@ -446,7 +454,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
                 if not held:
                     self._locks.pop(key, None)
             if entry is not None and not self._is_closed:
-                self._stores[entry.size].unpin([entry.name])
+                try:
+                    self._stores[entry.size].unpin([entry.name])
+                except Exception as error:
+                    self._note("unlocking", error)
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -495,9 +506,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         """Delete objects; locked ones stay. Listeners are told of what went."""
         with self._lock:
             entries = [e for key in keys for e in self._entries.get(key, {}).values()]
-        for size in dict.fromkeys(entry.size for entry in entries):
-            self._stores[size].delete([e.name for e in entries if e.size == size])
-        self._settle()
+        try:
+            for size in dict.fromkeys(entry.size for entry in entries):
+                self._stores[size].delete([e.name for e in entries if e.size == size])
+            self._settle()
+        except Exception as error:  # LMCache's thread would end, and nothing be evicted any more
+            self._note("deletion", error)
 
     @override
     def list_l2_keys(
@@ -562,13 +576,15 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
             return
         self._writer.close()
         self._reader.close()
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         self._release()
 
     def _release(self) -> None:
-        try:
-            for store in self._stores.values():
+        for store in self._stores.values():
+            try:
                 store.close()
-        finally:
-            for event in self._events.values():
-                event.close()
+            except Exception as error:  # the others, and LMCache's own, are still to be closed
+                self._note("closing", error)
+        for event in self._events.values():
+            event.close()

@@ -7,6 +7,7 @@ tokens; a *block* is ours. It knows no engine's classes, no tensor, no file and 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,7 +60,7 @@ class Hints:
                 raise ConfigError(msg)
         ttl = values.get("ttl")
         is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-        if ttl is not None and not (is_number and 0 < ttl < math.inf):
+        if ttl is not None and not (is_number and 0 < ttl <= sys.float_info.max):
             msg = f"hint ttl must be positive seconds, found {ttl!r}"
             raise ConfigError(msg)
         return cls(**values)
@@ -87,21 +88,25 @@ class Saving:
     """Tokens that need no saving: found stored, or answered by every writer."""
     underway: int | None = None
     """Where the save that is under way ends."""
+    _offered: int = 0
+    """Where the last save ended, whatever became of it."""
     _unanswered: int = 0
     _least: int = 0
 
     def start(self, settled: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
         """Return the span ``[start, stop)`` to save now, or None; it is then under way."""
         stop = settled // block_tokens * block_tokens
-        if self.underway is not None or stop <= self.saved:
+        if self.underway is not None or stop <= max(self.saved, self._offered):
             return None
-        self.underway, self._unanswered, self._least = stop, writers, stop
+        self.underway = self._offered = self._least = stop
+        self._unanswered = writers
         return self.saved, stop
 
     def finish(self, settled: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
         """Return what is left to save of a request that ends, also while a save is under way."""
         begun, unanswered = self.underway, self._unanswered
         self.saved, self.underway = max(self.saved, begun or 0), None
+        self._offered = 0  # what was dropped gets its last chance
         span = self.start(settled, block_tokens, writers)
         if span is None:
             self.underway = begun

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -279,7 +280,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     def _folder(self, pool: _Pool) -> Path:
         shard = {**self._shard(), "dp": [self.config.dp_rank, 0]}
         parts = [f"{name}{rank}" for name, (rank, *_) in shard.items()]
-        return Path(self.options.path).expanduser() / "-".join(sorted(parts)) / pool.name
+        return Path(self.options.path) / "-".join(sorted(parts)) / pool.name
 
     def _opened(self, pool: _Pool, share: int) -> BlockStore | None:
         """Open a pool's store; None for one that its writing rank has not made yet."""
@@ -653,11 +654,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         }
 
     def close(self) -> None:
-        """Flush and close every store. Idempotent."""
+        """Flush and close every store, also where one fails. Idempotent."""
         self.trailing.clear()
-        for pool in self._pools.values():
-            if pool.store is not None:
-                pool.store.close()
+        with ExitStack() as stack:
+            for pool in self._pools.values():
+                if pool.store is not None:
+                    stack.callback(pool.store.close)
 
     def note(self, topic: str, what: str) -> None:
         """Count what went wrong, and log it the first time."""

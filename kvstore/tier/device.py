@@ -34,24 +34,28 @@ class DeviceTier:
     name = "device"
 
     def __init__(self, frame_format: FrameFormat, capacity_bytes: int, device: str) -> None:
-        """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there."""
+        """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there.
+
+        They are made outside inference mode whoever asks, so that anyone may write them.
+        """
         self._format = frame_format
         self.layout = frame_format.layout
         self.page_bytes = frame_format.payload_bytes
         self.page_count = capacity_bytes // self.page_bytes
         try:
             self.device = torch.device(device)
-            self.tensors = {
-                group.name: torch.empty(
-                    (
-                        *(self.page_count, len(group.layers)),
-                        *(frame_format.entries[group.name], group.entry_bytes),
-                    ),
-                    dtype=torch.uint8,
-                    device=self.device,
-                )
-                for group in self.layout.global_groups
-            }
+            with torch.inference_mode(mode=False):
+                self.tensors = {
+                    group.name: torch.empty(
+                        (
+                            *(self.page_count, len(group.layers)),
+                            *(frame_format.entries[group.name], group.entry_bytes),
+                        ),
+                        dtype=torch.uint8,
+                        device=self.device,
+                    )
+                    for group in self.layout.global_groups
+                }
         except (RuntimeError, AssertionError) as error:
             msg = (
                 f"device {device!r} cannot hold {self.page_count} pages of {self.page_bytes} bytes: "

@@ -36,6 +36,9 @@ def decode_rows(group: LayerGroup, entries: torch.Tensor, dtype: torch.dtype) ->
 class PagedEntries:
     """One request's entries in an engine's pages, addressed by token.
 
+    Copies run in inference mode: an engine may have made its tensors in it, and only in it may
+    those be written.
+
     Threads: it keeps no state of its own; the engine's tensors are its caller's to guard.
     """
 
@@ -96,6 +99,7 @@ class PagedEntries:
                 msg = f"group {group.name!r}: page {wrong} named, expected one of [0, {count})"
                 raise ValueError(msg)
 
+    @torch.inference_mode()
     def gather(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
         """Copy the entries of tokens ``[start, stop)`` to the host.
 
@@ -129,6 +133,7 @@ class PagedEntries:
         rows = rows[first % per :][: last - first].flatten(1)
         out.copy_(rows if view.dtype == torch.uint8 else encode_rows(group, rows.contiguous()))
 
+    @torch.inference_mode()
     def scatter(self, group: LayerGroup, layer: int, first: int, packed: NDArray[np.uint8]) -> None:
         """Copy entries of one layer to their places in the pages, and wait until they are there.
 

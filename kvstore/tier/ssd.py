@@ -59,6 +59,8 @@ _TREE_PAGES_PER_BLOCK = 3
 _OVERHEAD_PAGES = 32
 """Roots, branches, meta pages and free list."""
 _READERS = 512
+FORK_SECONDS = 5.0
+"""Most time that a fork waits for a call to end; a disk that takes longer is as good as failed."""
 BIRTH_SECONDS = 5.0
 """How long ``role="auto"`` waits for a store that another process is just making."""
 _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
@@ -548,6 +550,15 @@ class SsdTier:
                 self._env.sync(True)  # noqa: FBT003
         self._release()
 
+    def before_fork(self) -> None:
+        """Wait until no call is inside, and let none in: a child could not close the environment."""
+        self._idle.acquire()
+        self._idle.wait_for(lambda: not self._users, FORK_SECONDS)
+
+    def after_fork(self) -> None:
+        """In the parent: let calls in again."""
+        self._idle.release()
+
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors, so that no lock outlives the parent.
 
@@ -559,7 +570,16 @@ class SsdTier:
         self._close_files()
 
     def forget(self) -> None:
-        """In a forked child: close the inherited environment before opening one's own."""
+        """In a forked child: close the inherited environment before opening one's own.
+
+        Raises:
+            StoreError: if a call of the parent was inside at the fork; closing would wait for ever.
+        """
+        if self._users:
+            msg = (
+                f"the store at {self.path} was busy when this process forked; open it in a new one"
+            )
+            raise StoreError(msg)
         self._env.close()
 
     def keep_lock(self) -> None:

@@ -234,6 +234,12 @@ def test_an_option_that_cannot_work_is_refused(
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "~no-such-user/s"], ids=ascii)
+def test_a_path_that_cannot_be_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="leads nowhere"):
+        open_store(path)  # type: ignore[arg-type]
+
+
 # ---- whose directory it is ----------------------------------------------------------------------
 
 
@@ -367,6 +373,49 @@ if not pid:
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert_served(store, ["k"])
+print("fine")
+"""
+    done = python(code, tmp_path / "s")
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_child_forked_while_threads_use_the_store_can_open_it(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, pathlib, threading
+from kvstore.tier import ssd
+from tests.cache.test_block_store import *
+path = pathlib.Path(sys.argv[1])
+store = open_store(path); put(store, ["k"])
+
+def busy():
+    n = 0
+    while not done.is_set():
+        put(store, [f"k{n}"]); store.get(["k"], [bytearray(SIZE)]); n += 1
+
+def child():
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(30)
+    try:
+        with open_store(path) as mine:
+            assert_served(mine, ["k"])
+    except StoreError as error:
+        assert "busy when this process forked" in str(error)
+        os._exit(8)
+    os._exit(7)
+
+done = threading.Event()
+threads = [threading.Thread(target=busy) for _ in range(2)]
+for thread in threads: thread.start()
+assert [child() for _ in range(8)] == [7] * 8
+done.set()
+for thread in threads: thread.join()
+ssd.FORK_SECONDS = 0.0
+with store._shared.ssd._using():  # as a call does that a disk never answers
+    assert child() == 8
+assert_served(store, ["k"])
+store.close()
 print("fine")
 """
     done = python(code, tmp_path / "s")

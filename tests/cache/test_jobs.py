@@ -196,6 +196,31 @@ def test_a_load_leaves_alone_what_lies_below_its_start(
         np.testing.assert_array_equal(found[group.name][:, first:], expected[group.name][:, first:])
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_pages_may_be_made_for_inference_or_belong_to_a_gradient(
+    tmp_path: Path, mode: Callable[[], Any]
+) -> None:
+    tokens = tokens_of(2 * BLOCK + 1)
+    shape, numbers = (8, BLOCK, 64), mode is torch.enable_grad
+    with mode():
+        source, target = (
+            {n: [torch.randn(shape, requires_grad=numbers) for _ in range(3)] for n in ("k", "v")}
+            for _ in range(2)
+        )
+    with open_cache(tmp_path / "s") as cache:
+        save = cache.save(tokens, Pages(source, range(8)))
+        assert save.wait()
+        assert save.error is None
+        cache.flush()
+        load = cache.load(cache.lookup(tokens), Pages(target, range(8)))
+        assert load.wait()
+    assert (load.error, load.loaded_tokens) == (None, 2 * BLOCK)
+    for name, layers in target.items():
+        for found, given in zip(layers, source[name], strict=True):
+            rounded = given[:2].to(torch.bfloat16).float()
+            assert torch.equal(found[:2], rounded)
+
+
 def test_groups_may_be_paged_apart(tmp_path: Path) -> None:
     tokens = tokens_of(4 * BLOCK)
     small, large = Engine(WINDOWED, 2, seed=3), Engine(WINDOWED, 2 * BLOCK, seed=4)
@@ -548,6 +573,25 @@ def test_closing_finishes_saves_that_were_begun(tmp_path: Path, hold_jobs: Gate)
         assert again.lookup(tokens).hit_tokens == 2 * BLOCK
 
 
+def test_a_job_that_comes_too_late_is_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, engine = tokens_of(2 * BLOCK + 1), Engine(DENSE, 4)
+    cache = open_cache(tmp_path / "s")
+    cache.store(tokens, entries_of(DENSE, tokens))
+    cache.flush()
+    match = cache.lookup(tokens)
+    cache.close()
+    monkeypatch.setattr(cache._shared, "guard", lambda: None)  # passed before the store was closed
+    threads = threading.active_count()
+    load, save = cache.load(match, engine.pages), cache.save(tokens, engine.pages)
+    assert load.done
+    assert save.done
+    assert (load.error, load.loaded_tokens, load.failed_blocks) == (None, 0, (0, 1))
+    assert (save.error, save.stored.dropped) == (None, 2)
+    assert threading.active_count() == threads
+
+
 BAD_PAGES: list[tuple[Callable[[Engine], Pages], str]] = [
     (
         lambda e: Pages(e.pages.tensors, e.ids, "padded"),
@@ -681,6 +725,15 @@ def test_published_pages_are_found_without_a_copy(tmp_path: Path, layout: Layout
             assert cache.device.free_pages == 4
         assert cache.device.free_pages == 5, "the page that was not published is free again"
         assert cache.lookup(tokens).hit_tokens == 3 * BLOCK, "the others stay until evicted"
+
+
+def test_device_pages_made_during_inference_can_be_written_after_it(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "s") as cache:
+        with torch.inference_mode():
+            tensors = cache.device.tensors
+        for tensor in tensors.values():
+            tensor[0].fill_(1)
+            assert (tensor[0] == 1).all()
 
 
 def test_pages_of_the_device_tier_can_be_saved(tmp_path: Path) -> None:

@@ -60,11 +60,14 @@ class TestSaving:
         saving.answer(128)
         assert saving.start(400, B, 1) == (128, 384)
 
-    def test_what_a_full_queue_dropped_is_offered_again(self) -> None:
+    def test_what_was_dropped_is_offered_again_with_the_next_block_and_at_the_end(self) -> None:
         saving = Saving()
         assert saving.start(512, B, 1) == (0, 512)
         saving.answer(256)
-        assert saving.start(512, B, 1) == (256, 512)
+        assert saving.start(513, B, 1) is None, "not in every step"
+        assert saving.start(640, B, 1) == (256, 640)
+        saving.answer(256)
+        assert saving.finish(641, B, 1) == (256, 640)
 
     def test_every_writer_answers_and_the_least_counts(self) -> None:
         saving = Saving()
@@ -73,7 +76,7 @@ class TestSaving:
         saving.answer(128)
         assert saving.underway == 512
         saving.answer(512)
-        assert saving == Saving(saved=128, _least=128)
+        assert saving == Saving(saved=128, _offered=512, _least=128)
 
     def test_the_end_of_a_request_does_not_wait_for_a_save_under_way(self) -> None:
         saving = Saving()
@@ -205,7 +208,11 @@ class TestHints:
 
     @pytest.mark.parametrize(
         "wishes",
-        [["pin"], {"forever": True}, {"pin": 1}, {"ttl": 0}, {"ttl": True}, {"ttl": float("nan")}],
+        [
+            *(["pin"], {"forever": True}, {"pin": 1}),
+            *({"ttl": ttl} for ttl in (0, True, float("nan"), float("inf"), 10**400)),
+        ],
+        ids=lambda wishes: str(wishes)[:20],
     )
     def test_anything_else_says_what_was_expected(self, wishes: object) -> None:
         with pytest.raises(ConfigError, match="expected|must be"):

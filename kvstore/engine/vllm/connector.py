@@ -217,7 +217,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         for opened in self._stores:
-            opened.close()
+            try:
+                opened.close()
+            except KVStoreError as error:
+                log.error("what was saved last may be lost: %s", error)
 
     # ---- scheduler -----------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ class Tracked:
     scopes: tuple[Scope, ...]
     """The stores of all ranks as this request's namespace sees them."""
     namespace: kvstore.Namespace
-    images: tuple[ImageSpan, ...]
     hints: Hints
     may_load: bool
     saving: Saving = field(default_factory=Saving)
@@ -62,10 +61,26 @@ class Tracked:
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """All tokens that vLLM has accepted. They only ever grow."""
-        if len(self.ids) != self.request.num_tokens:
-            self.ids = np.array(self.request.all_token_ids[:], np.uint32)
+        """All tokens that vLLM has accepted.
+
+        They only ever grow, but for the last one: the next input of a session takes its place.
+        """
+        known = self.request.all_token_ids
+        if len(self.ids) != len(known) or (len(known) and self.ids[-1] != known[-1]):
+            self.ids = np.array(known[:], np.uint32)
         return self.ids
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """Images among the tokens; the next input of a session may bring more."""
+        return tuple(
+            ImageSpan(
+                item.mm_position.offset,
+                item.mm_position.offset + item.mm_position.length,
+                str(item.identifier).encode(),
+            )
+            for item in self.request.mm_features
+        )
 
 
 class SchedulerSide:
@@ -130,14 +145,6 @@ class SchedulerSide:
             request=request,
             scopes=scopes,
             namespace=namespace,
-            images=tuple(
-                ImageSpan(
-                    item.mm_position.offset,
-                    item.mm_position.offset + item.mm_position.length,
-                    str(item.identifier).encode(),
-                )
-                for item in request.mm_features
-            ),
             hints=hints,
             may_load=not (needs_every_row or request.skip_reading_prefix_cache),
         )
@@ -147,7 +154,7 @@ class SchedulerSide:
         adapter = None
         if lora is not None:
             key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-            if key not in self._adapters:
+            if key not in self._adapters or lora.load_inplace:  # other weights in the same folder
                 self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path)
             adapter = self._adapters[key]
         return request_namespace(self._base, self._tenant, request.cache_salt, adapter)
@@ -304,17 +311,23 @@ class SchedulerSide:
         self._release(tracked)
         if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
             return False
-        span = None
-        if tracked.hints.store:
-            span = tracked.saving.finish(tracked.settled, self._block_tokens, len(self._readers))
-        if span is not None:
-            tokens = tracked.tokens[: span[1]]
-            self._saves.append(self._work(tracked, tokens, *span, blocks))
+        try:
+            self._save_rest(tracked, blocks)
+        except Exception as error:
+            self.faults.note("save", error)
         if tracked.saving.underway is None:
             return False
         self._ending[request.request_id] = tracked
         self._awaited.add(request.request_id)
         return True
+
+    def _save_rest(self, tracked: Tracked, blocks: BlockIds) -> None:
+        if not tracked.hints.store:
+            return
+        span = tracked.saving.finish(tracked.settled, self._block_tokens, len(self._readers))
+        if span is not None:
+            tokens = tracked.tokens[: span[1]]
+            self._saves.append(self._work(tracked, tokens, *span, blocks))
 
     def _release(self, tracked: Tracked) -> None:
         """Give back the leases of a request's lookups."""
@@ -353,7 +366,10 @@ class SchedulerSide:
         for end in ends:
             tracked.saving.answer(end)
         if tracked.saving.saved > before and self._sends_events:
-            self._tell_stored(tracked, before, tracked.saving.saved)
+            try:
+                self._tell_stored(tracked, before, tracked.saving.saved)
+            except Exception as error:
+                self.faults.note("event", error)
 
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]
@@ -386,9 +402,13 @@ class SchedulerSide:
         self._update = nonce
         self._pools = {}
         for tracked in self._tracked.values():
-            tracked.namespace = self._namespace(tracked.request)
-            tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
+            tracked.namespace = updated(tracked.namespace, nonce)
             tracked.saving = Saving()
+            try:
+                tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
+            except Exception as error:
+                self.faults.note("weight update", error)
+                tracked.may_load = False  # what its scopes find is of the old weights
         if self._sends_events:
             self._events.append(AllBlocksCleared())
 

@@ -447,6 +447,54 @@ def test_a_failing_disk_fails_tasks_and_shows_in_the_status(
             assert lookup(a, [key_of(0), key_of(1)]) == [True, False]
 
 
+def test_a_failing_disk_ends_no_thread_of_lmcache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with adapter(tmp_path, sizes=2) as a:
+        keys, items = [key_of(0), key_of(1)], [item_of(0), item_of(1, 8192)]
+        assert store(a, keys, items).is_successful()
+        monkeypatch.setattr(a._stores[4096], "delete", fail)
+        a.delete([keys[0]])
+        assert a.report_status()["failed_tasks"] == 1
+        monkeypatch.setattr(a._stores[4096]._shared.ssd, "sync", fail)
+    assert a.report_status()["is_healthy"] is False
+    with adapter(tmp_path, sizes=2) as a:
+        assert lookup(a, keys, {}) == [True, True], "both stores were closed"
+
+
+def test_tasks_after_the_end_fail_at_once(tmp_path: Path) -> None:
+    with adapter(tmp_path) as a:
+        store(a, [key_of(0)], [item_of(0)])
+        lookup(a, [key_of(0)])
+    task = a.submit_store_task([key_of(1)], [item_of(1)])
+    assert not a.pop_completed_store_tasks()[task].is_successful()
+    task = a.submit_lookup_and_lock_task([key_of(0)], DESCS)
+    assert not a.query_lookup_and_lock_result(task).test(0)
+    task = a.submit_load_task([key_of(0)], [item_of(9)])
+    assert not a.query_load_result(task).test(0)
+    a.submit_unlock([key_of(0)])
+
+
+def test_an_object_that_goes_before_it_is_noted_leaves_the_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adapter(tmp_path) as a:
+        enter = a._enter
+
+        def late(block_id: bytes, entry: Any) -> bool:
+            a._stores[4096].delete([entry.name])
+            a._settle()  # as in a thread of LMCache's that evicts or loads
+            return bool(enter(block_id, entry))
+
+        monkeypatch.setattr(a, "_enter", late)
+        store(a, [key_of(0)], [item_of(0)])
+        assert a.get_usage().total_bytes_used == 0
+        assert a.list_l2_keys().entries == ()
+
+
 def test_objects_of_several_sizes_share_the_cap(tmp_path: Path) -> None:
     with adapter(tmp_path, sizes=2, ssd_bytes="4MiB") as a:
         items = [item_of(i, size) for i, size in enumerate((4096, 8192, 4096, 8192))]

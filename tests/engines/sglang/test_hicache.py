@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel
 
-from kvstore import ConfigError, LayoutMismatch
+from kvstore import ConfigError, LayoutMismatch, StoreError
 from kvstore.engine.sglang import IN_HOST, KV, ON_SSD, KVStoreHiCache
 from tests.builders import Clock
 
@@ -694,6 +694,25 @@ def test_pools_of_unknown_kind_are_refused(tmp_path: Path) -> None:
     assert len(b.trailing) == 0
     assert {item.name for item in next(tmp_path.iterdir()).iterdir()} == {"kv"}
     b.close()
+
+
+def test_a_store_that_cannot_be_closed_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    host = host_pool(device_pool())
+    b = KVStoreHiCache(config(extra(tmp_path)), {})
+    b.register_mem_pool_host(host)
+    b.register_mem_host_pool_v2(host, PoolName.DRAFT)
+    b.on_host_pools_registered()
+    for pool in b._pools.values():
+        monkeypatch.setattr(pool.store._shared.ssd, "sync", fail)  # type: ignore[union-attr]
+    with pytest.raises(StoreError, match="the disk is gone"):
+        b.close()
+    with backend(tmp_path, host) as again:
+        assert again._pools[KV].store.is_owner
 
 
 def test_a_logical_anchor_counts_pages(tmp_path: Path) -> None:

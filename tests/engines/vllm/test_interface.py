@@ -129,6 +129,19 @@ def test_a_request_has_the_fields_that_are_read() -> None:
         assert name in source, f"a request of this vLLM has no {name}"
 
 
+def test_a_store_that_cannot_be_closed_keeps_no_other_open() -> None:
+    closed = []
+
+    class Store:
+        def close(self) -> None:
+            closed.append(self)
+            raise kvstore.StoreError("the disk is gone")
+
+    connector: Any = SimpleNamespace(_worker=None, _stores=[Store(), Store()])
+    KVStoreConnector.shutdown(connector)
+    assert closed == connector._stores
+
+
 # ---- groups ------------------------------------------------------------------------------------
 
 

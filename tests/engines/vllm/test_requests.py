@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ require.engine("vllm", "vllm", "tests.engines.vllm.engine")
 import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, StreamingUpdate
 
 import kvstore
 from kvstore.cache.jobs import Jobs
@@ -221,6 +225,106 @@ def test_a_hit_is_the_least_of_all_ranks(tmp_path: Path) -> None:
         assert (save.start, save.stop) == (0, 512)
         side.take_report(WorkerReport({"r": [512]}), (), ())
         assert side.finish(request, (tuple(range(40)),)), "one rank still reads the blocks"
+
+
+def scheduler_side(stack: ExitStack, path: Path) -> SchedulerSide:
+    """Return a scheduler's side over a store of its own."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    layout = engine_layout(
+        KVCacheConfig(8, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)]), "one"
+    )
+    base = kvstore.Namespace(model="m", tenant='["", null]')
+    store = stack.enter_context(
+        kvstore.PrefixCache.open(
+            path, layout=layout.layout, namespace=base, block_tokens=layout.block_tokens
+        )
+    )
+    return SchedulerSide(layout, [store], base, "", sends_events=False)
+
+
+def image(offset: int, length: int, identifier: str) -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(None, "image", identifier, place)
+
+
+def go_on(request: Request, ids: list[int], images: list[MultiModalFeatureSpec]) -> None:
+    """Give a session its next input, as vLLM's scheduler does."""
+    scheduler = SimpleNamespace(hash_block_size=16, log_stats=False)
+    update = StreamingUpdate(images, ids, 1, 0.0, request.sampling_params)
+    Scheduler._update_request_as_session(scheduler, request, update)
+
+
+def test_the_next_input_of_a_session_is_stored_as_what_it_is(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path)
+        request = Request("r", prompt(127), SamplingParams(max_tokens=1), None, resumable=True)
+        table = [list(range(40))]
+        side.add(request)
+        side.admit(request, (tuple(table[0]),), 0)
+        assert not side.plan([("r", 127)], (), lambda _: table).saves
+        request.num_computed_tokens = 127
+        request.append_output_token_ids(5)
+        assert side.matched(request, 0) == 0, "after it looked at all tokens"
+        go_on(request, [6], [])  # in place of the 5, which was never run
+        [save] = side.plan([("r", 1)], (), lambda _: table).saves
+        assert save.tokens.tolist() == [*prompt(127), 6]
+        request.num_computed_tokens = 128
+        side.take_report(WorkerReport({"r": [128]}), (), ())
+        # Pictures of one size have equal tokens.
+        go_on(request, [1] * 128, [image(10, 100, "picture")])
+        [save] = side.plan([("r", 128)], (), lambda _: table).saves
+        [span] = save.images
+        assert (span.start, span.stop, span.digest) == (138, 238, b"picture")
+
+
+def test_an_image_that_cannot_be_named_costs_hits_and_no_request(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path)
+        params = SamplingParams(max_tokens=1)
+        nameless = [image(10, 100, "\ud800")]
+        request = Request("r", prompt(300), params, None, mm_features=nameless)
+        table = [list(range(40))]
+        side.add(request)
+        assert side.matched(request, 0) == 0
+        side.admit(request, (tuple(table[0]),), 0)
+        assert not side.plan([("r", 300)], (), lambda _: table).saves
+        side.finish(request, (tuple(table[0]),))
+        assert side.faults.counts
+
+
+def test_an_adapter_loaded_in_place_is_another_one(tmp_path: Path) -> None:
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path / "s")
+        found = []
+        for number, (weights, in_place) in enumerate([(b"1", False), (b"2", False), (b"2", True)]):
+            (adapter / "adapter_model.safetensors").write_bytes(weights)
+            lora = LoRARequest("a", 1, str(adapter), load_inplace=in_place)
+            request = Request(
+                str(number), prompt(300), SamplingParams(max_tokens=1), None, lora_request=lora
+            )
+            side.add(request)
+            found.append(side._tracked[str(number)].namespace)
+        assert found[0] == found[1], "vLLM goes on with what it loaded"
+        assert found[0] != found[2]
+
+
+def test_new_weights_on_a_disk_that_fails_hit_nothing_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        side = scheduler_side(stack, tmp_path)
+        [store] = side._readers
+        store.store(prompt(256), {"kv": np.zeros((1, 16, 16 * 64 * 4), np.uint8)})
+        store.flush()
+        request = Request("r", prompt(300), SamplingParams(max_tokens=1), None)
+        side.add(request)
+        assert side.matched(request, 0) == 256
+        monkeypatch.setattr(store, "scope", _raise)
+        side.reset()
+        assert side.matched(request, 0) == 0
+        assert side.faults.counts["weight update_faults"] == 1
 
 
 class _Stuck(Job):
