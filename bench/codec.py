@@ -286,19 +286,29 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
         out = np.zeros((count, 2 * GATHERED_VALUES), np.uint8)
         copied = np.zeros((count, entry_bytes), np.uint8)
         places = entries.ctypes.data, entries.ctypes.data + code_bytes
-        shape = {"rows": count, "row_values": GATHERED_VALUES}
         target = native.Rows(out.ctypes.data, out.strides[0])
-        pools = [native.Pool(place, 0, entry_bytes) for place in places]
-        rows = [native.Rows(place, entry_bytes) for place in places]
+        codes, scales = (native.Pool(place, 0, entry_bytes) for place in places)
+        row_codes, row_scales = (native.Rows(place, entry_bytes) for place in places)
 
         def gather() -> None:
-            index = next(batches).ctypes.data
-            made.gather(*pools, index, target, pages=(1, len(entries)), table=None, **shape)
+            made.gather(
+                codes,
+                scales,
+                next(batches).ctypes.data,
+                target,
+                pages=(1, len(entries)),
+                table=None,
+                rows=count,
+                row_values=GATHERED_VALUES,
+            )
+
+        def unpack() -> None:
+            made.unpack(row_codes, row_scales, target, rows=count, row_values=GATHERED_VALUES)
 
         def copy() -> None:
             np.take(entries, next(batches), axis=0, out=copied, mode="clip")
 
-        bound = copy if pool_bytes == FAR_BYTES else partial(made.unpack, *rows, target, **shape)
+        bound = copy if pool_bytes == FAR_BYTES else unpack
         found = paired(gather, out.nbytes, bound, out.nbytes, pairs)
         return Row(f"gather nvfp4 -> bfloat16 {name}", level, pool_bytes, **found)
 
