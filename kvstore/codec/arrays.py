@@ -6,6 +6,7 @@ imported torch already. NumPy has no bfloat16 of its own, so those numbers trave
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
         name = str(array.dtype).removeprefix("torch.")
         data = _tensor_memory(array, name) if name in dtypes else None
     elif isinstance(array, np.ndarray):
-        name = array.dtype.name if array.dtype.isnative else f"{array.dtype.name}, byte-swapped"
+        name = _numpy_name(array.dtype)
         data = array.view(STORAGE[name]) if name in dtypes else None
     else:
         raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {_kind(array)}")
@@ -106,6 +107,11 @@ def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     if data.ndim == 0:
         raise ValueError(f"{role} must have at least one axis, found a scalar")
     return HostView(data, name)
+
+
+@functools.cache  # NumPy spells a name anew each time, which takes longer than to pack a row
+def _numpy_name(dtype: np.dtype[np.generic]) -> str:
+    return dtype.name if dtype.isnative else f"{dtype.name}, byte-swapped"
 
 
 def _tensor_memory(tensor: torch.Tensor, name: str) -> NDArray[np.generic]:
