@@ -5,6 +5,7 @@ It knows prefixes, pages and tiers. What it copies was decided by a lookup, or b
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 STAGING_BYTES = 64 << 20
 """Most host memory that a job takes at a time, if one block fits: above the sizes at which larger
 copies gain nothing, far below what an engine leaves free."""
+POLL_SECONDS = 0.02
+"""How often one that waits for an event looks whether it was cancelled: soon enough for a request that
+is over, too seldom to cost anything."""
 QUEUED_JOBS = 256
 """Most jobs that wait for a thread. One holds references and no copies; vLLM runs at most 256
 requests at a time by default, so one of each fits."""
@@ -43,10 +47,16 @@ Event = threading.Event | DeviceEvent
 """What must have happened before an engine's pages may be read."""
 
 
-def await_event(event: Event | None) -> bool:
-    """Wait until an engine has written its pages; say whether it has, within the deadline."""
+def await_event(event: Event | None, job: Job | None = None) -> bool:
+    """Wait until an engine has written its pages; say whether it has, within the deadline.
+
+    A job that is cancelled does not wait on, unless a device is to be reached: that cannot be left.
+    """
     if isinstance(event, threading.Event):
-        return event.wait(BARRIER_SECONDS)
+        for _ in range(math.ceil(BARRIER_SECONDS / POLL_SECONDS)):
+            if event.wait(POLL_SECONDS) or (job is not None and job.is_cancelled):
+                break
+        return event.is_set()
     if event is not None:
         event.synchronize()
     return True
@@ -182,8 +192,9 @@ class Jobs:
     def _save(self, job: Job, save: Save) -> None:
         size, stop = self._block_tokens, len(save.prefix.hashes)
         first = save.start // size
-        if not await_event(save.after):
-            self._tiers.context.count_drop("not_written", stop - first)
+        if job.is_cancelled or not await_event(save.after, job):
+            if not job.is_cancelled:
+                self._tiers.context.count_drop("not_written", stop - first)
             job.stored = Stored(save.start, 0, stop - first)
             return
         known = min(stop, self._tiers.known_blocks(save.prefix))

@@ -19,6 +19,8 @@ from kvstore.pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """Formats whose entries are plain numbers: exact if they are the engine's own, else one rounding."""
+OPAQUE_FORMAT = "u8"
+"""Entries whose bytes mean nothing here."""
 
 
 def encode_rows(group: LayerGroup, rows: torch.Tensor) -> torch.Tensor:
@@ -66,8 +68,13 @@ class PagedEntries:
         if given is None:
             msg = f"page_ids has no group {group.name!r}, found {sorted(page_ids)}"
             raise ValueError(msg)
-        ids = torch.as_tensor(given)
-        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        try:
+            ids = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            msg = f"page_ids of group {group.name!r} must be a list of integers: {error}"
+            raise ValueError(msg) from error
+        is_integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if ids.ndim != 1 or not is_integers:
             msg = (
                 f"page_ids of group {group.name!r} must be a list of integers, found "
                 f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
@@ -183,14 +190,17 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
             "give one tensor per layer, or one tensor [pages, layers, entries, ...]"
         )
         raise ValueError(msg)
+    takes_numbers = group.entry_format != OPAQUE_FORMAT
+    numbers_too = f" or {group.values} floating-point numbers" if takes_numbers else ""
     for view in views:
         is_bytes = view.dtype == torch.uint8
+        is_taken = is_bytes or (takes_numbers and view.is_floating_point())
         expected = group.entry_bytes if is_bytes else group.values
         numbers = view[:1, :1].numel() if view.ndim >= 3 and len(view) else expected
-        if view.ndim < 3 or numbers != expected or not (is_bytes or view.is_floating_point()):
+        if view.ndim < 3 or numbers != expected or not is_taken:
             msg = (
                 f"group {group.name!r}: expected pages [pages, entries, ...] with {group.entry_bytes} "
-                f"bytes (uint8) or {group.values} floating-point numbers an entry, found "
+                f"bytes (uint8){numbers_too} an entry, found "
                 f"{str(view.dtype).removeprefix('torch.')} {list(view.shape)}"
             )
             raise ValueError(msg)

@@ -405,6 +405,34 @@ def test_a_save_waits_for_its_event_and_publishes_nothing_before(tmp_path: Path)
             assert_entries(DENSE, cache.read(match), tokens, 3 * BLOCK)
 
 
+def test_a_cancelled_save_waits_for_no_event_and_holds_up_no_other(tmp_path: Path) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    engine = Engine(DENSE, 4)
+    engine.fill(tokens)
+    with open_cache(tmp_path / "s") as cache:
+        waiting = cache.save(tokens, engine.pages, after=threading.Event())
+        queued = cache.save(tokens, engine.pages, after=threading.Event())
+        later = cache.save(tokens, engine.pages)
+        queued.is_cancelled = True  # what cancel() does first; it would wait for its turn
+        waiting.cancel()
+        assert later.wait()
+        assert [job.stored.dropped for job in (waiting, queued, later)] == [3, 3, 0]
+        assert cache.stats()["counters"]["dropped_blocks"]["total"] == 0
+
+
+def test_pages_of_numbers_are_refused_for_a_group_of_opaque_bytes(tmp_path: Path) -> None:
+    layout = Layout(
+        model="bytes",
+        groups=(LayerGroup(name="b", layers=(0,), values=8, entry_format="u8"),),
+    )
+    numbers = Pages({"b": torch.zeros(4, 1, BLOCK, 8)}, [0, 1])
+    with (
+        open_cache(tmp_path / "s", layout) as cache,
+        pytest.raises(ValueError, match=r"with 8 bytes \(uint8\) an entry, found float32"),
+    ):
+        cache.save(tokens_of(BLOCK), numbers)
+
+
 def test_an_event_that_never_happens_costs_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +658,9 @@ BAD_PAGES: list[tuple[Callable[[Engine], Pages], str]] = [
     (lambda e: Pages(e.pages.tensors, {"k": e.ids}), r"no group 'v', found \['k'\]"),
     (lambda e: Pages(e.pages.tensors, [0.5, 1, 2, 3]), "must be a list of integers, found float32"),
     (lambda e: Pages(e.pages.tensors, [[0, 1, 2, 3]]), r"list of integers, found int64 \[1, 4\]"),
+    (lambda e: Pages(e.pages.tensors, [1j, 1, 2, 3]), "list of integers, found complex64"),
+    (lambda e: Pages(e.pages.tensors, "0123"), "group 'k' must be a list of integers: "),
+    (lambda e: Pages(e.pages.tensors, {"k": None, "v": e.ids}), "page_ids has no group 'k'"),
 ]
 
 
