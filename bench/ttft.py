@@ -10,7 +10,7 @@ Peers:    the same engine without a cache, and in vLLM its own ExampleConnector,
           by the whole of it: a share that leaves more than a block to compute is a miss there.
 Bound:    each hit must be what was stored, and each first token the one found without a cache; else exit
           1. (In bfloat16 a near tie may fall either way: there other tokens are only counted.)
-Run:      python -m bench.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--json] [--svg FOLDER] [--cold-disk]
+Run:      python -m bench.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--runs N] [--json] [--svg FOLDER] [--cold-disk]
           vLLM needs an environment of its own: make test-engines builds it, or name a Python that can
           import it with --vllm-python. Full runs take hours of two cores; run nothing beside them.
 """
@@ -280,6 +280,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--shares", nargs="+", type=float, choices=SHARES, help="only these parts cached"
     )
+    parser.add_argument("--runs", type=int, help="prompts of each case; default: 5 or 3")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: the faster one here"
     )
@@ -299,6 +300,8 @@ def main() -> None:
     lengths: Mapping[int, int] = QUICK_LENGTHS if chosen.quick else LENGTHS
     if chosen.lengths:
         lengths = {length: LENGTHS[length] for length in chosen.lengths}
+    if chosen.runs:
+        lengths = dict.fromkeys(lengths, chosen.runs)
     shares = chosen.shares or (QUICK_SHARES if chosen.quick else SHARES)
     dtype = chosen.dtype or smollm2.fastest_dtype()
     model = smollm2.prepare(progress())
