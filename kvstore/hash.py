@@ -40,7 +40,7 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
         msg = f"tokens must be a sequence of integers or a one-dimensional integer array: {error}"
         raise ValueError(msg) from error
     if array.ndim != 1:
-        msg = f"tokens must be one-dimensional, found shape {list(array.shape)}"
+        msg = f"tokens must be the ids of one prompt, one-dimensional, found shape {list(array.shape)}"
         raise ValueError(msg)
     if array.size == 0:
         return np.empty(0, np.uint32)

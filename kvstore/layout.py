@@ -307,7 +307,7 @@ def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> 
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         msg = f"config field {name} must be a positive integer, found {value!r}"
         if value is None:
-            msg += f"; model type {config.get('model_type')!r} may cache what this version cannot describe"
+            msg += f"; model type {config.get('model_type')!r} may cache what this version cannot describe: make a kvstore.Layout of your own"
         raise ConfigError(msg)
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import re
 import threading
@@ -24,6 +25,7 @@ from kvstore.tier import directory
 from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
 
 T = TypeVar("T", bound=OpenStore)
+logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
@@ -183,6 +185,10 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
         if known is not None and known in _inherited:
             _inherited.pop(known).ssd.forget()
         shared = take_over(path, options, build)
+        if options.role == "auto" and not shared.is_owner:
+            logger.warning(
+                "%s is owned by another process: this one reads it and stores nothing", path
+            )
         made = _identity(path)
         assert made is not None
         _opened[made] = _Opened(shared, 1)

@@ -122,6 +122,9 @@ def test_what_is_no_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StoreError, match="is not a kvstore store"):
         admin.store_stats(tmp_path / "empty")
+    fill(tmp_path / "above" / "rank-0-of-1")
+    with pytest.raises(StoreError, match="there are stores in it: rank-0-of-1"):
+        admin.store_stats(tmp_path / "above")
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="is a file"):
         admin.verify_store(tmp_path / "file", nothing)

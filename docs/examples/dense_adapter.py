@@ -70,6 +70,10 @@ class DenseAdapter:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(
+            "usage: python dense_adapter.py STORE  (a new directory, or one of an earlier run)"
+        )
     prompt = np.arange(500, dtype=np.uint32) % VOCAB
     space = kvstore.Namespace(model="tiny", weights="seed 0")
     with kvstore.PrefixCache.open(sys.argv[1], layout=LAYOUT, namespace=space) as store:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -28,6 +30,7 @@ from kvstore.block_store import BlockStore
 from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.opening import resolved, size_bytes
+from kvstore.tier.directory import VERSION_FILE
 from kvstore.transfer import TaskThread
 
 try:
@@ -157,6 +160,25 @@ class _Entry:
         return encode_key(self.key, self.layout)
 
 
+def _claim(root: Path) -> None:
+    """Make the directory, and refuse one that nothing can be stored in.
+
+    Raises:
+        ConfigError: saying why, and what to do.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"path {root} cannot be made: {error}; choose a directory that you can write to"
+        raise ConfigError(msg) from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        msg = f"path {root} is not writable by this user; choose a directory that you can write to"
+        raise ConfigError(msg)
+    if (root / VERSION_FILE).exists():
+        msg = f"path {root} is a store of its own; choose a new or empty directory"
+        raise ConfigError(msg)
+
+
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine is not typed
     """An L2 adapter of LMCache's MP server.
 
@@ -198,6 +220,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         self._loaded: dict[L2TaskId, Bitmap] = {}
         self._errors = 0
         self._refused = 0
+        self._obstacle = ""
+        """Why a store could not be opened, until one can."""
         self._is_closed = False
         self._events = {name: create_event_notifier() for name in ("store", "lookup", "load")}
         try:
@@ -213,8 +237,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
 
     def _open_existing(self) -> None:
         root = self._root
-        if not root.is_dir():
-            return
+        _claim(root)
         names = [item.name for item in root.iterdir() if item.name.startswith(_FOLDER)]
         sizes = sorted(int(n[len(_FOLDER) :]) for n in names if n[len(_FOLDER) :].isdigit())
         if len(sizes) > self.options.sizes:
@@ -241,15 +264,20 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
             store = self._stores.get(size)
             if store is None and len(self._stores) < self.options.sizes:
                 prefix = _SIZE.pack(size)
-                store = BlockStore.open(
-                    self._root / f"{_FOLDER}{size}",
-                    block_bytes=size,
-                    key_bytes=_KEY_BYTES,
-                    ssd_bytes=self._capacity // self.options.sizes,
-                    role="owner",
-                    on_removed=lambda block_id: self._left.append(prefix + block_id),
-                )
+                try:
+                    store = BlockStore.open(
+                        self._root / f"{_FOLDER}{size}",
+                        block_bytes=size,
+                        key_bytes=_KEY_BYTES,
+                        ssd_bytes=self._capacity // self.options.sizes,
+                        role="owner",
+                        on_removed=lambda block_id: self._left.append(prefix + block_id),
+                    )
+                except KVStoreError as error:
+                    self._obstacle = str(error)
+                    raise
                 self._stores[size] = store
+                self._obstacle = ""
             return store
 
     def _enter(self, block_id: bytes, entry: _Entry) -> bool:
@@ -558,14 +586,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         alarms = [alarm for store in stores.values() for alarm in store["alarms"]]
         with self._lock:
             return {
-                "is_healthy": not self._is_closed and not alarms,
+                "is_healthy": not (self._is_closed or alarms or self._obstacle),
                 "type": type(self).__name__,
                 "stored_object_count": len(self._by_id),
                 "locked_key_count": len(self._locks),
                 "waiting_tasks": self._writer.waiting + self._reader.waiting,
                 "failed_tasks": self._errors,
                 "refused_tasks": self._refused,
-                "alarms": alarms,
+                "alarms": [*alarms, *([self._obstacle] if self._obstacle else [])],
                 "stores": stores,
             }
 

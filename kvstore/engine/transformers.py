@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -47,8 +48,6 @@ KEYS, VALUES = "k", "v"
 """Names of the GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
 """Names of its WINDOW groups: sliding layers, if there are any."""
-SAMPLED_BYTES = 4096
-"""Of each parameter in a digest: 1,000 numbers, at 272 parameters of SmolLM2 one megabyte."""
 _CONFIG_LABELS = frozenset(
     {
         "_name_or_path",
@@ -75,21 +74,21 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
 def model_namespace(model: Any, *, tenant: str = "", tokenizer: str = "") -> kvstore.Namespace:
     """Return the namespace of a loaded model: what it computes is in it, what it is called is not.
 
-    ``weights`` is a digest of its config and of its parameters as they are in memory, adapters merged
-    or attached included: name, type and shape of each, and evenly sampled values. A change of a few
-    values between two samples goes unseen; another training, adapter or quantisation does not.
+    ``weights`` is a digest of its config and of every parameter as it is in memory now, adapters
+    merged or attached included: name, type, shape and all values. It does not follow later changes:
+    after one, close the adapter and open it again.
 
-    Cost: reads at most 4 KiB of each parameter.
+    Cost: reads all parameters once, at the speed of memory; those of another device are copied here,
+        one by one.
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_LABELS}
-    digest = hashlib.sha256(b"kvstore.parameters.1")
+    digest = hashlib.sha256(b"kvstore.parameters.2")
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{len(name)}:{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() * flat.element_size() // SAMPLED_BYTES)
-        sample = flat[::step].contiguous().cpu()
-        digest.update(sample.view(torch.uint8).numpy().tobytes() if len(sample) else b"")
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        if len(values):
+            digest.update(xxhash.xxh3_128_digest(values.view(torch.uint8).numpy()))
     return kvstore.Namespace(
         model=str(model.config.model_type),
         weights=digest.hexdigest(),
@@ -104,21 +103,45 @@ def open_adapter(
     path: str | Path,
     *,
     namespace: kvstore.Namespace | None = None,
+    tenant: str = "",
     dtype: str | Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[TransformersAdapter]:
     """Open the cache in directory ``path`` for a loaded model, and close it again.
 
-    ``namespace`` defaults to ``model_namespace(model)``, ``dtype`` to the model's own number format;
-    ``options`` are those of ``PrefixCache.open``.
+    ``namespace`` defaults to ``model_namespace(model, tenant=tenant)``, ``dtype`` to the model's own
+    number format; ``options`` are those of ``PrefixCache.open``.
+
+    Raises:
+        ConfigError: for an option that there is none of, or something that is no loaded model.
+        KVStoreError: as ``PrefixCache.open``.
     """
+    _check_opening(model, namespace, tenant, options)
     with kvstore.PrefixCache.open(
         path,
         layout=model_layout(model, dtype=dtype),
-        namespace=model_namespace(model) if namespace is None else namespace,
+        namespace=model_namespace(model, tenant=tenant) if namespace is None else namespace,
         **options,
     ) as cache:
         yield TransformersAdapter(model, cache)
+
+
+def _check_opening(
+    model: Any, namespace: kvstore.Namespace | None, tenant: str, options: Mapping[str, Any]
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        msg = f"model must be a loaded transformers model, found {type(model).__name__}"
+        raise ConfigError(msg)
+    if namespace is not None and tenant:
+        msg = f"tenant {tenant!r} stands beside a namespace, which has one: give one of the two"
+        raise ConfigError(msg)
+    known = [*inspect.signature(open_adapter).parameters][2:-1]
+    known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
+    known = [name for name in dict.fromkeys(known) if name not in ("path", "layout")]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        msg = f"open_adapter: option {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
+        raise ConfigError(msg)
 
 
 class CausalModel:
@@ -213,7 +236,8 @@ class TransformersAdapter:
         """
         self._model = model
         self._causal = CausalModel(model)
-        self._cache = cache
+        self.cache = cache
+        """For what the adapter does not do itself: ``flush``, ``stats``, ``scope``."""
         self._store_wait = store_wait
         self._on_stage = on_stage
         self._layout = cache.layout
@@ -385,7 +409,7 @@ class TransformersAdapter:
         if made.replay_tokens:
             past = self.rebuild(past, ids[:hit], hit - made.replay_tokens)
             windows.append(self.snapshot(past, "replay"))
-        cut = (len(ids) - 1) // self._cache.block_tokens * self._cache.block_tokens
+        cut = (len(ids) - 1) // self.cache.block_tokens * self.cache.block_tokens
         if hit < cut:
             self._causal.forward(ids[hit:cut], past)
             windows += self._boundary(past)
@@ -410,7 +434,7 @@ class TransformersAdapter:
             windows += self._boundary(prefilled.past)
         run = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
         # The last boundary, and the one before it where the run ends on one: a repeat hits there.
-        if len(run) % self._cache.block_tokens:
+        if len(run) % self.cache.block_tokens:
             windows = deque(list(windows)[-1:])
         self.keep(run, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
         return Generated(
@@ -434,26 +458,26 @@ class TransformersAdapter:
         """
         ids = as_tokens(tokens)
         for window in windows:
-            self._cache.put_window(ids, window)
-        whole = len(ids) // self._cache.block_tokens * self._cache.block_tokens
+            self.cache.put_window(ids, window)
+        whole = len(ids) // self.cache.block_tokens * self.cache.block_tokens
         end = max(start, whole)
         entries = self.capture(past, start, end)
-        return self._cache.store(ids[:end], entries, start=start, wait=self._store_wait)
+        return self.cache.store(ids[:end], entries, start=start, wait=self._store_wait)
 
     def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
         """Return the window of a KV cache that ends on a block boundary, if there is one to take."""
-        if not self._window_tokens or past.get_seq_length() % self._cache.block_tokens:
+        if not self._window_tokens or past.get_seq_length() % self.cache.block_tokens:
             return []
         return [self.snapshot(past)]
 
     def _recall(self, ids: NDArray[np.uint32]) -> _Recalled:
-        with self._cache.lookup(ids) as match:
+        with self.cache.lookup(ids) as match:
             self._end("lookup")
             # A bad block shortens what was read and the match with it, down to nothing: then it is
             # all computed again.
-            entries = self._cache.read(match)
+            entries = self.cache.read(match)
             self._end("read")
-            window = self._cache.window(match) if match.window_hit else None
+            window = self.cache.window(match) if match.window_hit else None
             hit, replay = match.hit_tokens, match.hit_tokens - match.replay_start
         past = self.restore(entries, window) if hit else self._empty()
         self._end("restore")

@@ -6,6 +6,7 @@ It knows names, permissions and locks. It never opens the database.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -73,7 +74,7 @@ def require_store_or_empty(path: Path) -> None:
         strangers = sorted(n for n in names if n not in known and not _is_aside(path, n))
         # Looked at again: another process may have become its owner and made the store just now.
         if strangers and not (path / VERSION_FILE).exists():
-            msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}"
+            msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}; choose a new or empty directory"
             raise StoreError(msg)
 
 
@@ -87,6 +88,9 @@ def require_store(path: Path) -> None:
         raise StoreError(msg)
     if not (path / VERSION_FILE).exists() or not (path / DATA_FILE).exists():
         msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} and {DATA_FILE}"
+        below = sorted(item.parent.name for item in path.glob(f"*/{VERSION_FILE}"))
+        if below:
+            msg += f"; there are stores in it: {', '.join(below)}"
         raise StoreError(msg)
 
 
@@ -118,8 +122,8 @@ def claim_format(path: Path, format_text: str) -> None:
         found = read_format(path)
         if found != format_text:
             msg = (
-                f"{path} holds blocks of another layout and was left untouched.\n"
-                f"  found    {found}\n  expected {format_text}\nUse another path for this layout."
+                f"{path} holds blocks of another layout and was left untouched: "
+                f"{_difference(found, format_text)}. Use another path for this one."
             )
             raise LayoutMismatch(msg)
         return
@@ -130,6 +134,23 @@ def claim_format(path: Path, format_text: str) -> None:
         os.fsync(file.fileno())
     partial.chmod(0o600)
     partial.replace(version)
+
+
+def _difference(found: str, expected: str) -> str:
+    """Say in what two formats differ, the fingerprint apart, which follows from the rest."""
+    try:
+        a, b = json.loads(found), json.loads(expected)
+        names = [name for name in {**a, **b} if name not in ("fingerprint", "groups")]
+        pairs = [(name, a.get(name), b.get(name)) for name in names]
+        groups = [{group["name"]: group for group in each["groups"]} for each in (a, b)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"found {found}, expected {expected}"
+    pairs.append(("groups", sorted(groups[0]), sorted(groups[1])))
+    for name in groups[0].keys() & groups[1].keys():
+        one, other = groups[0][name], groups[1][name]
+        pairs += [(f"{name}: {key}", value, other.get(key)) for key, value in one.items()]
+    parts = [f"found {name} {x}, expected {y}" for name, x, y in pairs if x != y]
+    return "; ".join(parts) or f"found fingerprint {a['fingerprint']}, expected {b['fingerprint']}"
 
 
 def try_lock(path: Path) -> int | None:

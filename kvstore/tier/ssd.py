@@ -654,10 +654,17 @@ def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
     try:
         return _open(path, options)
     except MEDIUM_ERRORS as error:
-        msg = (
-            f"the store at {path} cannot be opened: {error}; free what is short or use another path"
-        )
+        msg = f"the store at {path} cannot be opened: {error}; {_advice(error, options)}"
         raise StoreError(msg) from error
+
+
+def _advice(error: Exception, options: SsdOptions) -> str:
+    """Say what a person can do about what kept a store from being opened."""
+    if isinstance(error, PermissionError):
+        return "give this user write permission there, which readers need too, or use another path"
+    if "Cannot allocate memory" in str(error):
+        return f"ssd_bytes is {options.capacity_bytes}, more than can be mapped here: choose less"
+    return "free what is short or use another path"
 
 
 def _open(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:

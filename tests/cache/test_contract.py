@@ -244,10 +244,11 @@ def test_a_second_open_in_one_process_shares_the_first(tmp_path: Path) -> None:
 
 
 _OTHER_PROCESS = """
-import sys, json
+import sys, json, logging
 import numpy as np
 from tests.stores import *
 import kvstore
+logging.basicConfig(stream=sys.stderr, format="%(message)s")
 role = sys.argv[2]
 tokens = tokens_of(int(sys.argv[3]))
 try:
@@ -275,6 +276,8 @@ def run_elsewhere(path: Path, role: str, count: int, **environment: str) -> Any:
         env={**os.environ, **environment},
         timeout=60,
     )
+    is_told = "owned by another process: this one reads it and stores nothing" in done.stderr
+    assert is_told == (role == "auto" and "reader" in done.stdout)
     return json.loads(done.stdout)
 
 

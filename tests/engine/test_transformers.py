@@ -270,6 +270,48 @@ def test_what_a_model_is_called_changes_nothing(tmp_path: Path) -> None:
     assert model_namespace(model.to(torch.bfloat16)) != expected
 
 
+def test_one_changed_number_is_another_namespace() -> None:
+    model = tiny_model()
+    expected = model_namespace(model)
+    for parameter in model.parameters():
+        flat = parameter.data.view(-1)
+        for place in (0, len(flat) // 2 + 1, len(flat) - 1):
+            before = flat[place].item()
+            flat[place] = before + 1
+            assert model_namespace(model) != expected
+            flat[place] = before
+    assert model_namespace(model) == expected
+
+
+def test_a_tenant_of_its_own_is_an_option(tmp_path: Path) -> None:
+    tokens, model = prompt(3 * BLOCK + 5), tiny_model()
+    for tenant, hit in (("a", 0), ("b", 0), ("a", 3 * BLOCK)):
+        with open_adapter(model, tmp_path / "s", tenant=tenant, block_tokens=BLOCK, **SMALL) as it:
+            assert it.generate(tokens, 2).hit_tokens == hit
+            it.cache.flush()
+    with (
+        pytest.raises(ConfigError, match="tenant 'a' stands beside a namespace"),
+        open_adapter(model, tmp_path / "s", tenant="a", namespace=model_namespace(model)),
+    ):
+        pass
+
+
+def test_an_unknown_option_or_no_model_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=r"'tenat' is unknown, expected some of .*tenant.*ssd_bytes"
+        ),
+        open_adapter(tiny_model(), tmp_path / "s", tenat="a"),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="must be a loaded transformers model, found str"),
+        open_adapter("folder", tmp_path / "s"),
+    ):
+        pass
+    assert not (tmp_path / "s").exists()
+
+
 def test_another_tenant_or_tokenizer_never_hits(tmp_path: Path) -> None:
     tokens, model = prompt(3 * BLOCK + 5), tiny_model()
     spaces = [
@@ -292,7 +334,12 @@ def test_another_dtype_or_block_size_is_refused_with_the_store_untouched(tmp_pat
         adapter.generate(tokens, 2)
     for options in ({"block_tokens": 8}, {"block_tokens": BLOCK, "dtype": "bf16"}):
         with (
-            pytest.raises(LayoutMismatch),
+            pytest.raises(
+                LayoutMismatch,
+                match="found block_tokens 16, expected 8"
+                if "dtype" not in options
+                else "found k: entry_format f32, expected bf16",
+            ),
             open_adapter(model, tmp_path / "s", **options, **SMALL),
         ):
             pass

@@ -721,6 +721,31 @@ except StoreBusy as error:
     assert issubclass(StoreBusy, Exception)
 
 
+def test_a_directory_that_nothing_can_be_stored_in_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be made: .* choose a directory"):
+        create_l2_adapter(PluginL2AdapterConfig.from_dict(spec(tmp_path / "file" / "below")))
+    with pytest.raises(ConfigError, match="cannot be made: .* choose a directory"):
+        create_l2_adapter(PluginL2AdapterConfig.from_dict(spec(tmp_path / "file")))
+    with adapter(tmp_path / "s") as a:
+        store(a, [key_of(1)], [item_of(1)])
+    (one,) = (tmp_path / "s").iterdir()
+    with pytest.raises(ConfigError, match="is a store of its own; choose a new or empty directory"):
+        create_l2_adapter(PluginL2AdapterConfig.from_dict(spec(one)))
+
+
+def test_a_store_that_cannot_be_opened_is_ill_health_until_one_can(tmp_path: Path) -> None:
+    with adapter(tmp_path, ssd_bytes="1KiB") as a:
+        assert a.report_status()["is_healthy"]
+        assert not store(a, [key_of(1)], [item_of(1)]).is_successful()
+        status = a.report_status()
+        assert not status["is_healthy"]
+        assert "ssd_bytes is 1024, expected at least" in status["alarms"][0]
+        a._capacity = 1 << 26
+        assert store(a, [key_of(1)], [item_of(1)]).is_successful()
+        assert a.report_status()["is_healthy"]
+
+
 # ---- drift --------------------------------------------------------------------------------------
 
 ABSTRACT = [
