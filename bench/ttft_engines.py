@@ -163,7 +163,11 @@ class VllmEngine(Engine):
 
     @override
     def stop(self) -> None:
-        self._engine.llm_engine.engine_core.shutdown()
+        core = self._engine.llm_engine.engine_core
+        # The rest of the last request is saved in the next step, which an engine in this process,
+        # unlike one in its own, makes only when asked.
+        core.get_output()
+        core.shutdown()
 
 
 ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": VllmEngine}
