@@ -70,12 +70,9 @@ class DenseAdapter:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(
-            "usage: python dense_adapter.py STORE  (a new directory, or one of an earlier run)"
-        )
+    path = sys.argv[1] if len(sys.argv) == 2 else sys.exit("usage: dense_adapter.py STORE")
     prompt = np.arange(500, dtype=np.uint32) % VOCAB
     space = kvstore.Namespace(model="tiny", weights="seed 0")
-    with kvstore.PrefixCache.open(sys.argv[1], layout=LAYOUT, namespace=space) as store:
+    with kvstore.PrefixCache.open(path, layout=LAYOUT, namespace=space) as store:
         logits, hit = DenseAdapter(TinyModel(), store).prefill(prompt)
         print(f"{hit} of {len(prompt)} tokens restored, next token {logits.argmax()}")

@@ -136,6 +136,10 @@ def claim_format(path: Path, format_text: str) -> None:
     partial.replace(version)
 
 
+_SHOWN = 200
+"""Characters of a format that makes no sense."""
+
+
 def _difference(found: str, expected: str) -> str:
     """Say in what two formats differ, the fingerprint apart, which follows from the rest."""
     try:
@@ -143,8 +147,8 @@ def _difference(found: str, expected: str) -> str:
         names = [name for name in {**a, **b} if name not in ("fingerprint", "groups")]
         pairs = [(name, a.get(name), b.get(name)) for name in names]
         groups = [{group["name"]: group for group in each["groups"]} for each in (a, b)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"found {found}, expected {expected}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"found {found[:_SHOWN]!r}, expected {expected}"
     pairs.append(("groups", sorted(groups[0]), sorted(groups[1])))
     for name in groups[0].keys() & groups[1].keys():
         one, other = groups[0][name], groups[1][name]
