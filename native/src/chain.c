@@ -1,4 +1,5 @@
 /* The chained hashes of a prompt's blocks, in one call. docs/format.md, section 2. */
+#include "bytes.h"
 #include "kvstore_native.h"
 #include "sha256.h"
 
@@ -12,18 +13,6 @@ enum {
     LENGTH = 8,    /* bytes at the very end, as SHA-256 pads: the length in bits */
     EDGES = 3 * SHA256_BLOCK
 };
-
-static void store_be32(uint8_t *target, uint32_t word) {
-    for (int i = 0; i < 4; i++) {
-        target[i] = (uint8_t)(word >> (24 - 8 * i));
-    }
-}
-
-static void store_le32(uint8_t *target, uint32_t word) {
-    for (int i = 0; i < 4; i++) {
-        target[i] = (uint8_t)(word >> 8 * i);
-    }
-}
 
 /* What the messages of all blocks have in common. Each is hashed from three places: its first 64
  * bytes and its padded end, which are kept in `edges`, and between them the tokens where they lie.

@@ -4,27 +4,13 @@
  * not on a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than
  * 2^-31 of its size, so a double never rounds onto one: rounding the double once more is rounding
  * the exact quotient. */
+#include "bytes.h"
 #include "codec.h"
 
-enum { MX_BLOCK = 32, MX_LARGEST = 254, MX_NAN = 0xFF, ROW_SCALE_BYTES = 4 };
+enum { MX_BLOCK = 32, MX_LARGEST = 254, MX_NAN = 0xFF };
 
 static const uint32_t F32_LARGEST = 0x7F7FFFFF;
 static const uint32_t F32_NAN = 0x7FC00000;
-
-/* A float as four bytes, the lowest first, on any machine. */
-static void store_le32(uint8_t *target, uint32_t bits) {
-    for (int i = 0; i < ROW_SCALE_BYTES; i++) {
-        target[i] = (uint8_t)(bits >> 8 * i);
-    }
-}
-
-static uint32_t load_le32(const uint8_t *source) {
-    uint32_t bits = 0;
-    for (int i = 0; i < ROW_SCALE_BYTES; i++) {
-        bits |= (uint32_t)source[i] << 8 * i;
-    }
-    return bits;
-}
 
 /* 2^ceil(log2(amax / 448)) as E8M0, for the bits of a float that is no NaN. 448 is 1.75 * 2^8: what
  * is added to the fraction carries into the exponent exactly when the fraction exceeds .75. */
