@@ -30,6 +30,10 @@ def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> K
     return Kernel(entry_format, rule, global_scale)
 
 
+def _unpacking_kernel(entry_format: str, global_scale: float) -> Kernel:
+    return _kernel(entry_format, native.UNPACKING_RULES.get(entry_format), global_scale)
+
+
 def pack(
     values: ArrayT,
     entry_format: str,
@@ -84,9 +88,7 @@ def unpack(
 
     Cost: as :func:`pack`, but tensors of another device are decoded there, by a table lookup.
     """
-    # Which rule chose the scales makes no difference here; but only one allows a global scale.
-    rule = "torchao" if entry_format == "nvfp4" else None
-    kernel = _kernel(entry_format, rule, global_scale)
+    kernel = _unpacking_kernel(entry_format, global_scale)
     return packed.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
 
 
@@ -116,8 +118,7 @@ def gather(
     Cost: reads the chosen entries alone, where they lie. Tensors of another device are gathered
         and decoded there.
     """
-    rule = "torchao" if entry_format == "nvfp4" else None
-    kernel = _kernel(entry_format, rule, global_scale)
+    kernel = _unpacking_kernel(entry_format, global_scale)
     return packed.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
 
 

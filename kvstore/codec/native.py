@@ -45,6 +45,13 @@ RULES: Mapping[str, int] = {
     "amax": lib.KVSTORE_RULE_AMAX,
 }
 
+UNPACKING_RULES: Mapping[str, str] = {
+    "nvfp4": "torchao",
+    "mxfp4": "floor",
+    "mxfp8": "rceil",
+    "fp8": "amax",
+}
+"""Rules to prepare a kernel with that only unpacks: to it all are alike, but these allow a global scale."""
 LEVELS: Mapping[str, int] = {"portable": lib.KVSTORE_LEVEL_PORTABLE, "avx2": lib.KVSTORE_LEVEL_AVX2}
 """Instructions that kernels may use, lowest first; all compute the same bytes."""
 LEVEL_VARIABLE = "KVSTORE_LEVEL"

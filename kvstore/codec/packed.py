@@ -225,23 +225,16 @@ def unpack(
 
     Cost: as :func:`pack`, but tensors of another device are decoded there.
     """
-    target_dtype = dtype_name(dtype)
-    if target_dtype not in FLOATS:
-        raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {target_dtype}")
+    target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
     values = None if out is None else same_kind(out, "out", codes)
     if is_remote(codes) or is_remote(scales):
         return _unpack_remote((codes, scales), kernel, target_dtype, values)
-    sources = [
-        row_contiguous(host_view(plane, name, BYTES).data)
-        for plane, name in zip((codes, scales), kernel.names, strict=True)
-    ]
+    sources = _host_planes((codes, scales), kernel)
     shape = _unpacked_shape(sources[0].shape, sources[1].shape, kernel)
     if values is None:
         values = empty_like(codes, shape, target_dtype)
-    target = _target(values, "out", shape, target_dtype)
-    for source, name in zip(sources, kernel.names, strict=True):  # the two may share memory
-        check_apart({"out": target, name: source})
+    target = _target_apart(values, shape, target_dtype, sources, kernel)
     prepared = kernel.prepared(target_dtype)
     for run in row_runs(*sources, target):
         rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
@@ -266,10 +259,9 @@ def gather(
 
     Cost: reads the chosen entries only. Tensors of another device are gathered there.
     """
-    target_dtype = dtype_name(dtype)
-    if target_dtype not in FLOATS:
-        raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {target_dtype}")
+    target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
+    values = None if out is None else same_kind(out, "out", codes)
     chosen = _indices(index, "index")
     table = None if pages is None else _indices(pages, "pages")
     _unpacked_shape(tuple(codes.shape), tuple(scales.shape), kernel)
@@ -280,28 +272,23 @@ def gather(
         )
     _check_indices(chosen, table, tuple(codes.shape[:-1]))
     if is_remote(codes) or is_remote(scales):
-        places = torch_places(chosen, table, codes)
+        places = _places(chosen, table, codes)
         rows = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1])
         planes = rows[0].index_select(0, places), rows[1].index_select(0, places)
-        values = None if out is None else same_kind(out, "out", codes)
         return _unpack_remote(planes, kernel, target_dtype, values)
-    sources = [
-        row_contiguous(host_view(plane, name, BYTES).data)
-        for plane, name in zip((codes, scales), kernel.names, strict=True)
-    ]
+    sources = _host_planes((codes, scales), kernel)
     row_values = sources[0].shape[-1] * 8 // FORMATS[kernel.entry_format].value_bits
     shape = (len(chosen), row_values)
-    values = empty_like(codes, shape, target_dtype) if out is None else same_kind(out, "out", codes)
-    target = _target(values, "out", shape, target_dtype)
-    for source, name in zip(sources, kernel.names, strict=True):
-        check_apart({"out": target, name: source})
+    if values is None:
+        values = empty_like(codes, shape, target_dtype)
+    target = _target_apart(values, shape, target_dtype, sources, kernel)
     if target.size == 0:
         return values
     pools = [source if table is not None else source[None] for source in sources]
-    places = [native.Pool(pool.ctypes.data, *pool.strides[:2]) for pool in pools]
+    planes_at = [native.Pool(pool.ctypes.data, *pool.strides[:2]) for pool in pools]
     kernel.prepared(target_dtype).gather(
-        places[0],
-        places[1],
+        planes_at[0],
+        planes_at[1],
         chosen.ctypes.data,
         native.Rows(target.ctypes.data, target.strides[0]),
         pages=(pools[0].shape[0], pools[0].shape[1]),
@@ -312,7 +299,37 @@ def gather(
     return values
 
 
-def torch_places(
+def _float_name(dtype: DType) -> str:
+    """Return the name of a dtype to unpack to. Raises ``ValueError`` for one that is no float."""
+    name = dtype_name(dtype)
+    if name not in FLOATS:
+        raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {name}")
+    return name
+
+
+def _host_planes(planes: Sequence[Array], kernel: Kernel) -> list[NDArray[np.generic]]:
+    """Return codes and scales as host memory whose rows can be read."""
+    return [
+        row_contiguous(host_view(plane, name, BYTES).data)
+        for plane, name in zip(planes, kernel.names, strict=True)
+    ]
+
+
+def _target_apart(
+    values: Array,
+    shape: tuple[int, ...],
+    dtype: str,
+    sources: Sequence[NDArray[np.generic]],
+    kernel: Kernel,
+) -> NDArray[np.generic]:
+    """Return the memory of an output of unpacking, apart from both planes, which may share theirs."""
+    target = _target(values, "out", shape, dtype)
+    for source, name in zip(sources, kernel.names, strict=True):
+        check_apart({"out": target, name: source})
+    return target
+
+
+def _places(
     chosen: NDArray[np.int64], table: NDArray[np.int64] | None, like: torch.Tensor
 ) -> torch.Tensor:
     """Return which rows of a pool are chosen, as a tensor on the pool's device."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.codec import native
-from kvstore.layout import FORMATS, SCALE_RULES
+from kvstore.layout import FORMATS
 
 BYTES = torch.uint8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,7 +52,7 @@ def _pairs(
     nibbles = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8), 256 // block_bytes).reshape(256, -1)
     table = torch.empty(256 * 256, 2, dtype=DTYPES[dtype])
-    rule = "floor" if entry_format == "mxfp4" else "torchao"  # which one makes no difference here
+    rule = native.UNPACKING_RULES[entry_format]
     native.prepare(entry_format, rule, dtype, global_scale, native.default_level()).unpack(
         native.Rows(nibbles.ctypes.data, nibbles.strides[0]),
         native.Rows(scales.ctypes.data, scales.strides[0]),
@@ -109,7 +109,7 @@ def _decoded(
 ) -> torch.Tensor:
     """Rows of codes as the kernel decodes them, for arrays of its own."""
     table = torch.empty(codes.shape, dtype=DTYPES[dtype])
-    rule = SCALE_RULES[entry_format][0]
+    rule = native.UNPACKING_RULES[entry_format]
     native.prepare(entry_format, rule, dtype, 1.0, native.default_level()).unpack(
         native.Rows(codes.ctypes.data, codes.strides[0]),
         native.Rows(scales.ctypes.data, scales.strides[0]),
