@@ -34,6 +34,7 @@ from transformers.cache_utils import DynamicLayer
 import kvstore
 from kvstore.cache import Scope
 from kvstore.engine.layers import StoredLayer, WindowLayer
+from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
@@ -135,13 +136,10 @@ def _check_opening(
     if namespace is not None and tenant:
         msg = f"tenant {tenant!r} stands beside a namespace, which has one: give one of the two"
         raise ConfigError(msg)
-    known = [*inspect.signature(open_adapter).parameters][2:-1]
+    known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
-    known = [name for name in dict.fromkeys(known) if name not in ("path", "layout")]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        msg = f"open_adapter: option {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
-        raise ConfigError(msg)
+    known = [name for name in dict.fromkeys(known) if name != "layout"]
+    check_options("open_adapter", {"path": "", **options}, known, ())
 
 
 class CausalModel:
