@@ -150,7 +150,7 @@ def _difference(found: str, expected: str) -> str:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"found {found[:_SHOWN]!r}, expected {expected}"
     pairs.append(("groups", sorted(groups[0]), sorted(groups[1])))
-    for name in groups[0].keys() & groups[1].keys():
+    for name in (name for name in groups[0] if name in groups[1]):
         one, other = groups[0][name], groups[1][name]
         pairs += [(f"{name}: {key}", value, other.get(key)) for key, value in one.items()]
     parts = [f"found {name} {x}, expected {y}" for name, x, y in pairs if x != y]
