@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+SIMDE ?= /usr/include
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
            $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
@@ -33,13 +34,21 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Every level that this processor has. Where it lacks AVX-512, that level is emulated over the
+# headers of SIMDe (Debian: libsimde-dev), if they are there.
+NATIVE_TEST = $(CC) -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+  -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Inative/include \
+  $(filter-out native/src/_kvstore_native.c,$(wildcard native/src/*.c)) native/tests/*.c -lm
+
 native-test:
 	@mkdir -p native/build
-	$(CC) -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off \
-	  -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Inative/include \
-	  $(filter-out native/src/_kvstore_native.c,$(wildcard native/src/*.c)) native/tests/*.c \
-	  -lm -o native/build/test
+	$(NATIVE_TEST) -o native/build/test
 	native/build/test
+	@if grep -qw avx512_vbmi /proc/cpuinfo; then :; \
+	elif grep -qw avx2 /proc/cpuinfo && test -d $(SIMDE)/simde; then set -x; \
+	  $(NATIVE_TEST) -isystem $(SIMDE) -DKVSTORE_EMULATE_AVX512 -mavx2 -mfma -o native/build/emulated; \
+	  native/build/emulated; \
+	else echo "native-test: AVX-512 is neither here nor emulated (no $(SIMDE)/simde)"; fi
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench --benchmark-only

@@ -52,7 +52,11 @@ UNPACKING_RULES: Mapping[str, str] = {
     "fp8": "amax",
 }
 """Rules to prepare a kernel with that only unpacks: to it all are alike, but these allow a global scale."""
-LEVELS: Mapping[str, int] = {"portable": lib.KVSTORE_LEVEL_PORTABLE, "avx2": lib.KVSTORE_LEVEL_AVX2}
+LEVELS: Mapping[str, int] = {
+    "portable": lib.KVSTORE_LEVEL_PORTABLE,
+    "avx2": lib.KVSTORE_LEVEL_AVX2,
+    "avx512": lib.KVSTORE_LEVEL_AVX512,
+}
 """Instructions that kernels may use, lowest first; all compute the same bytes."""
 LEVEL_VARIABLE = "KVSTORE_LEVEL"
 

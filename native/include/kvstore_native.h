@@ -65,7 +65,7 @@ struct kvstore_pack_stats {
 };
 
 /* Which instructions a kernel may use. A higher level computes the same bytes, sooner. */
-enum { KVSTORE_LEVEL_PORTABLE = 0, KVSTORE_LEVEL_AVX2 = 1 };
+enum { KVSTORE_LEVEL_PORTABLE = 0, KVSTORE_LEVEL_AVX2 = 1, KVSTORE_LEVEL_AVX512 = 2 };
 
 /* Return the highest level that this processor can run and this library holds. */
 int kvstore_level(void);

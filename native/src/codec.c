@@ -1,8 +1,14 @@
 /* The public functions: checks, the choice of kernels, and the walk over rows. */
 #include "codec.h"
 
-#ifdef KVSTORE_HAS_AVX2
+#ifdef KVSTORE_HAS_X86
 #include <xmmintrin.h>
+#endif
+
+#ifdef KVSTORE_EMULATE_AVX512
+enum { AVX512_IS_EMULATED = 1 };
+#else
+enum { AVX512_IS_EMULATED = 0 };
 #endif
 
 enum {
@@ -21,7 +27,12 @@ static const struct shape {
 };
 
 int kvstore_level(void) {
-#ifdef KVSTORE_HAS_AVX2
+#ifdef KVSTORE_HAS_X86
+    if (AVX512_IS_EMULATED ||
+        (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi"))) {
+        return KVSTORE_LEVEL_AVX512;
+    }
     if (__builtin_cpu_supports("avx2")) {
         return KVSTORE_LEVEL_AVX2;
     }
@@ -148,7 +159,7 @@ static int passes_the_cache(const struct kvstore_codec *codec, const struct walk
 
 /* Once a call: after every row it costs most of what streaming gains. */
 static void end_stream(int is_streamed) {
-#ifdef KVSTORE_HAS_AVX2
+#ifdef KVSTORE_HAS_X86
     if (is_streamed) {
         _mm_sfence();
     }

@@ -13,16 +13,35 @@ typedef void unpack_row(const struct kvstore_codec *codec, const uint8_t *codes,
                         const uint8_t *scales, size_t count, unsigned char *values,
                         int is_streamed);
 
+/* Where magnitudes change their element under one scale. They are cut into eight cells of half an
+ * octave each, the first from 0 on and the last without end, so that those of cell k have element k
+ * or k + 1, the latter above ends[k]. All are copied to fill vectors. */
+union cells {
+    struct {
+        uint16_t base[16], ends[16];
+    } of_16;
+    struct {
+        uint32_t base[8], ends[8];
+    } of_32;
+};
+
+/* What the 16 elements mean under one scale. */
+union elements {
+    uint8_t bytes[4][E2M1_CODES];  /* their lowest bytes, the next ones, ... */
+    uint16_t of_16[2][E2M1_CODES]; /* numbers of 16 bits, twice */
+    uint32_t of_32[E2M1_CODES];
+};
+
 struct kvstore_codec {
     /* Answers of the portable FP4 kernel to every question that a faster one asks, so that the
-     * two cannot differ. */
-    /* What the 16 elements mean under a scale: their lowest bytes, the next ones, ... */
-    uint8_t elements[SCALE_CODES][4][E2M1_CODES];
-    /* Under a scale, the largest magnitude whose element is at most k, taken from 0x7FFF, in both
-     * halves. Magnitudes are bits of 16: those of f16 and bf16; of f32 see narrow() in
-     * fp4_avx2.c. */
-    uint32_t flipped_ends[SCALE_CODES][8];
-    uint8_t scale_of[MAGNITUDES_16]; /* the scale of a block with this largest magnitude */
+     * two cannot differ. Magnitudes are the bits of a number without its sign. */
+    union elements elements[SCALE_CODES];
+    union cells cells[SCALE_CODES];
+    /* The scale of a block with this largest magnitude; of f32 that of its upper 16 bits, and the
+     * next scale if it is above this one's end. */
+    uint8_t scale_of[MAGNITUDES_16];
+    uint32_t scale_ends[SCALE_CODES];
+    uint32_t least; /* a block with a smaller largest magnitude, but not 0, has no cells */
 
     int dtype, format, rule;
     int is_short; /* elements of f32 that all have a lower half of 0 */
@@ -32,15 +51,32 @@ struct kvstore_codec {
     unpack_row *unpack;
 };
 
+/* Infinity of the dtype: what every magnitude of a number is below. */
+static inline uint32_t magnitude_infinity(int dtype) { return WIDE[dtype].top; }
+
+/* The scale of a block that has cells. */
+static inline uint8_t look_scale_up(const struct kvstore_codec *codec, uint32_t amax, int dtype) {
+    if (dtype != KVSTORE_F32) {
+        return codec->scale_of[amax];
+    }
+    const uint8_t scale = codec->scale_of[amax >> 16];
+    return (uint8_t)(scale + (amax > codec->scale_ends[scale]));
+}
+
+/* Whether a block is left to the portable kernel. Both terms wrap: 0 is no such block. */
+static inline int is_odd(const struct kvstore_codec *codec, uint32_t amax, int dtype) {
+    return (amax - 1 < codec->least - 1) | (amax >= magnitude_infinity(dtype));
+}
+
 int fp4_check(const struct kvstore_codec *codec);
 void fp4_prepare(struct kvstore_codec *codec, int level);
 pack_row fp4_pack_portable, fp8_pack_portable;
 unpack_row fp4_unpack_portable, fp8_unpack_portable;
 
 #if defined(__x86_64__)
-#define KVSTORE_HAS_AVX2 1
-pack_row fp4_pack_avx2;
-unpack_row fp4_unpack_avx2;
+#define KVSTORE_HAS_X86 1
+pack_row fp4_pack_avx2, fp4_pack_avx512;
+unpack_row fp4_unpack_avx2, fp4_unpack_avx512;
 #endif
 
 #endif

@@ -38,9 +38,8 @@ static uint8_t choose_scale(const struct kvstore_codec *codec, uint32_t amax) {
         return 254; /* infinity / 6 is infinite, and saturates to the largest scale */
     }
     /* Added to the fraction: carries into the exponent exactly when the rule rounds up. */
-    static const uint32_t carry[] = {[KVSTORE_RULE_FLOOR] = 0,
-                                     [KVSTORE_RULE_EVEN] = 0x200000,
-                                     [KVSTORE_RULE_RCEIL] = 0x3FFFFF};
+    static const uint32_t carry[] = {
+        [KVSTORE_RULE_FLOOR] = 0, [KVSTORE_RULE_EVEN] = 0x200000, [KVSTORE_RULE_RCEIL] = 0x3FFFFF};
     const uint32_t exponent = (amax + carry[rule]) >> 23;
     return (uint8_t)(exponent > 2 ? exponent - 2 : 0);
 }
@@ -66,8 +65,8 @@ static struct divisor divisor_of(const struct kvstore_codec *codec, uint8_t scal
 
 static uint8_t element_code(struct divisor by, uint32_t bits) {
     const double value = widen(bits);
-    return (uint8_t)round_to(
-        &E2M1, by.reciprocal == 0 ? value / by.scale : float_product(value, by.reciprocal));
+    return (uint8_t)round_to(&E2M1, by.reciprocal == 0 ? value / by.scale
+                                                       : float_product(value, by.reciprocal));
 }
 
 static uint32_t element_value(const struct kvstore_codec *codec, uint8_t scale, size_t element) {
@@ -95,14 +94,13 @@ static void pack_block(const struct kvstore_codec *codec, const unsigned char *v
     *scale = choose_scale(codec, amax);
     const struct divisor by = divisor_of(codec, *scale);
     for (size_t i = 0; i < block / 2; i++) {
-        nibbles[i] = (uint8_t)(element_code(by, bits[2 * i]) | element_code(by, bits[2 * i + 1])
-                                                                   << 4);
+        nibbles[i] =
+            (uint8_t)(element_code(by, bits[2 * i]) | element_code(by, bits[2 * i + 1]) << 4);
     }
 }
 
-void fp4_pack_portable(const struct kvstore_codec *codec, const unsigned char *values,
-                       size_t count, uint8_t *codes, uint8_t *scales,
-                       struct kvstore_pack_stats *stats) {
+void fp4_pack_portable(const struct kvstore_codec *codec, const unsigned char *values, size_t count,
+                       uint8_t *codes, uint8_t *scales, struct kvstore_pack_stats *stats) {
     const size_t block = BLOCK[codec->format];
     const size_t block_bytes = block * WIDE_BYTES[codec->dtype];
     for (size_t i = 0; i < count / block; i++) {
@@ -146,18 +144,26 @@ int fp4_check(const struct kvstore_codec *codec) {
     return KVSTORE_OK;
 }
 
-/* The bits of the float that 16 bits of a magnitude stand for; see narrow() for those of a float. */
-static uint32_t magnitude_bits(int dtype, uint32_t bits) {
-    return dtype == KVSTORE_F16 ? f16_to_f32(bits) : bits << 16;
+/* The bits of the float that a magnitude of the dtype stands for. */
+static uint32_t magnitude_bits(int dtype, uint32_t magnitude) {
+    return dtype == KVSTORE_F32   ? magnitude
+           : dtype == KVSTORE_F16 ? f16_to_f32(magnitude)
+                                  : magnitude << 16;
 }
 
-static void prepare_elements(struct kvstore_codec *codec) {
+static void prepare_elements(struct kvstore_codec *codec, int level) {
     uint32_t lower = 0;
     for (size_t scale = 0; scale < SCALE_CODES; scale++) {
+        union elements *elements = &codec->elements[scale];
         for (size_t element = 0; element < E2M1_CODES; element++) {
             const uint32_t value = element_value(codec, (uint8_t)scale, element);
-            for (size_t i = 0; i < 4; i++) {
-                codec->elements[scale][i][element] = (uint8_t)(value >> 8 * i);
+            for (size_t i = 0; level == KVSTORE_LEVEL_AVX2 && i < 4; i++) {
+                elements->bytes[i][element] = (uint8_t)(value >> 8 * i);
+            }
+            if (level == KVSTORE_LEVEL_AVX512 && codec->dtype == KVSTORE_F32) {
+                elements->of_32[element] = value;
+            } else if (level == KVSTORE_LEVEL_AVX512) {
+                elements->of_16[0][element] = elements->of_16[1][element] = (uint16_t)value;
             }
             lower |= value & 0xFFFF;
         }
@@ -165,13 +171,15 @@ static void prepare_elements(struct kvstore_codec *codec) {
     codec->is_short = lower == 0;
 }
 
-/* The largest magnitude of 16 bits whose element is at most `most`: elements grow with it. */
-static uint32_t last_magnitude(const struct kvstore_codec *codec, struct divisor by,
+typedef uint8_t code_of(const struct kvstore_codec *codec, struct divisor by, uint32_t bits);
+
+/* The largest finite magnitude that `code`, which grows with it, takes to at most `most`. */
+static uint32_t last_magnitude(const struct kvstore_codec *codec, code_of *code, struct divisor by,
                                uint32_t most) {
-    uint32_t low = 0, high = magnitude_16_infinity(codec->dtype) + 1;
+    uint32_t low = 0, high = magnitude_infinity(codec->dtype);
     while (high - low > 1) {
-        const uint32_t middle = (low + high) / 2;
-        if (element_code(by, magnitude_bits(codec->dtype, middle)) <= most) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (code(codec, by, magnitude_bits(codec->dtype, middle)) <= most) {
             low = middle;
         } else {
             high = middle;
@@ -180,20 +188,62 @@ static uint32_t last_magnitude(const struct kvstore_codec *codec, struct divisor
     return low;
 }
 
-static void prepare_pack(struct kvstore_codec *codec) {
-    uint8_t is_chosen[SCALE_CODES] = {0};
-    const uint32_t infinity = magnitude_16_infinity(codec->dtype);
-    for (uint32_t amax = 0; amax < MAGNITUDES_16; amax++) {
-        const uint32_t bits = magnitude_bits(codec->dtype, amax <= infinity ? amax : infinity);
-        codec->scale_of[amax] = choose_scale(codec, bits);
-        is_chosen[codec->scale_of[amax]] = 1;
+static uint8_t code_of_element(const struct kvstore_codec *codec, struct divisor by,
+                               uint32_t bits) {
+    (void)codec;
+    return element_code(by, bits);
+}
+
+static uint8_t code_of_scale(const struct kvstore_codec *codec, struct divisor by, uint32_t bits) {
+    (void)by;
+    return choose_scale(codec, bits);
+}
+
+/* Cut the magnitudes of a scale into cells, or return 0: subnormals may lie too close. */
+static int prepare_cells(struct kvstore_codec *codec, uint8_t scale) {
+    const struct divisor by = divisor_of(codec, scale);
+    const int64_t half_octave = (int64_t)1 << (WIDE[codec->dtype].fraction_bits - 1);
+    const uint32_t last = magnitude_infinity(codec->dtype) - 1;
+    uint32_t ends[8];
+    for (uint32_t element = 0; element < 8; element++) {
+        ends[element] = last_magnitude(codec, code_of_element, by, element);
     }
-    memset(codec->flipped_ends, 0, sizeof codec->flipped_ends);
-    for (size_t scale = 0; scale < SCALE_CODES; scale++) {
-        const struct divisor by = divisor_of(codec, (uint8_t)scale);
-        for (uint32_t most = 0; is_chosen[scale] && most < 7; most++) {
-            const uint32_t end = last_magnitude(codec, by, most);
-            codec->flipped_ends[scale][most] = (MAGNITUDES_16 - 1 - end) * 0x10001U;
+    /* Cell k begins where no element is below k and none above k was reached. */
+    int64_t low = 0, high = last;
+    for (int k = 1; k < 8; k++) {
+        const int64_t least = (int64_t)ends[k - 1] + 1 - k * half_octave;
+        const int64_t most = (int64_t)ends[k] + 1 - k * half_octave;
+        low = least > low ? least : low;
+        high = ends[k] < last && most < high ? most : high;
+    }
+    union cells *cells = &codec->cells[scale];
+    for (size_t i = 0; i < 16; i++) {
+        if (codec->dtype == KVSTORE_F32) {
+            cells->of_32.base[i % 8] = (uint32_t)low;
+            cells->of_32.ends[i % 8] = ends[i % 8];
+        } else {
+            cells->of_16.base[i] = (uint16_t)low;
+            cells->of_16.ends[i] = (uint16_t)ends[i % 8];
+        }
+    }
+    return low <= high;
+}
+
+static void prepare_pack(struct kvstore_codec *codec) {
+    const struct divisor none = {0, 0};
+    const uint32_t infinity = magnitude_infinity(codec->dtype);
+    const int shift = codec->dtype == KVSTORE_F32 ? 16 : 0;
+    for (uint32_t i = 0; i < MAGNITUDES_16; i++) {
+        const uint32_t amax = i << shift < infinity ? i << shift : infinity;
+        codec->scale_of[i] = choose_scale(codec, magnitude_bits(codec->dtype, amax));
+    }
+    memset(codec->cells, 0, sizeof codec->cells);
+    codec->least = 1;
+    const uint8_t first = codec->scale_of[0], last = codec->scale_of[MAGNITUDES_16 - 1];
+    for (uint32_t scale = first; scale <= last; scale++) {
+        codec->scale_ends[scale] = last_magnitude(codec, code_of_scale, none, scale);
+        if (!prepare_cells(codec, (uint8_t)scale)) {
+            codec->least = codec->scale_ends[scale] + 1;
         }
     }
 }
@@ -201,15 +251,13 @@ static void prepare_pack(struct kvstore_codec *codec) {
 void fp4_prepare(struct kvstore_codec *codec, int level) {
     codec->pack = fp4_pack_portable;
     codec->unpack = fp4_unpack_portable;
-#ifdef KVSTORE_HAS_AVX2
-    if (level >= KVSTORE_LEVEL_AVX2) {
-        prepare_elements(codec);
-        codec->unpack = fp4_unpack_avx2;
-        /* The products of TORCHAO change at floats of 24 bits, which 16 do not tell apart. */
-        if (codec->dtype != KVSTORE_F32 || codec->rule != KVSTORE_RULE_TORCHAO) {
-            prepare_pack(codec);
-            codec->pack = fp4_pack_avx2;
-        }
+#ifdef KVSTORE_HAS_X86
+    if (level > KVSTORE_LEVEL_PORTABLE) {
+        const int is_avx512 = level == KVSTORE_LEVEL_AVX512;
+        prepare_elements(codec, level);
+        prepare_pack(codec);
+        codec->pack = is_avx512 ? fp4_pack_avx512 : fp4_pack_avx2;
+        codec->unpack = is_avx512 ? fp4_unpack_avx512 : fp4_unpack_avx2;
     }
 #else
     (void)level;

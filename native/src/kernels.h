@@ -31,11 +31,6 @@ static const size_t WIDE_BYTES[] = {[KVSTORE_F32] = 4, [KVSTORE_F16] = 2, [KVSTO
 static const uint32_t F32_MAGNITUDE = 0x7FFFFFFF;
 static const uint32_t F32_INFINITY = 0x7F800000;
 
-/* Infinity in 16 bits; that of a float is its upper half. */
-static inline uint32_t magnitude_16_infinity(int dtype) {
-    return dtype == KVSTORE_F16 ? 0x7C00 : 0x7F80;
-}
-
 static inline uint64_t bits_of(double value) {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -41,7 +41,7 @@ static inline void *exactly(size_t bytes) {
 /* A prepared codec. Those with a global scale of 1 are kept, as preparing takes its time here;
  * any other one is good until the next. */
 static inline struct kvstore_codec *codec_of(int dtype, int format, int rule, float global_scale) {
-    static struct kvstore_codec *kept[2][3][4][6];
+    static struct kvstore_codec *kept[3][3][4][6];
     static struct kvstore_codec *last;
     struct kvstore_codec **place =
         global_scale == 1 ? &kept[test_level][dtype][format][rule] : &last;

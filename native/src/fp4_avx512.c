@@ -1,0 +1,250 @@
+/* FP4 packing with AVX-512 (BW, DQ, VL and VBMI): as fp4_avx2.c, twice as wide, and with look-ups
+ * of whole numbers in place of bytes. */
+#include "codec.h"
+
+#ifdef KVSTORE_HAS_X86
+#include "avx512.h"
+
+#define INLINE static inline __attribute__((always_inline)) AVX512
+
+enum {
+    STEP = 64,            /* values at a time, so that short rows have short tails */
+    PREFETCH_BYTES = 8192 /* so far ahead packing reads: two passes hide the stream from the CPU */
+};
+
+INLINE __m512i vector(const void *place) { return _mm512_loadu_si512(place); }
+
+/* The halves of a table of 32 entries of 16 bits: those of one scale, and those of the next. */
+INLINE __m512i two_of_16(const uint16_t *first, const uint16_t *second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)first)),
+                              _mm256_loadu_si256((const void *)second), 1);
+}
+
+INLINE __m512i twice_of_32(const uint32_t *table) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)table));
+}
+
+/* The largest of the four blocks of 16 magnitudes in two vectors of 16 bits. */
+INLINE void largest_of_16(__m512i a, __m512i b, uint32_t amax[4]) {
+    const __m512i other_lane = _mm512_setr_epi64(2, 3, 0, 1, 6, 7, 4, 5);
+    const __m512i lanes =
+        _mm512_max_epu16(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    const __m512i words = _mm512_max_epu16(lanes, _mm512_permutexvar_epi64(other_lane, lanes));
+    const __m512i pairs = _mm512_max_epu16(words, _mm512_srli_epi64(words, 32));
+    const __m512i found = _mm512_max_epu16(pairs, _mm512_srli_epi64(pairs, 16));
+    /* The lowest word of each quarter of 64 bits: two of `a`, two of `b`, then their upper halves.
+     */
+    const __m512i place = _mm512_setr_epi32(0, 16, 4, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m512i apart = _mm512_permutexvar_epi16(place, found);
+    const __m128i in_order = _mm_and_si128(_mm512_castsi512_si128(apart), _mm_set1_epi32(0xFFFF));
+    _mm_storeu_si128((void *)amax, in_order);
+}
+
+/* The largest of each of four vectors of 32 bits, by transposing. */
+INLINE void largest_of_32(const __m512i v[4], uint32_t amax[4]) {
+    const __m512i a =
+        _mm512_max_epu32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    const __m512i b =
+        _mm512_max_epu32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    const __m512i c = _mm512_max_epu32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    const __m256i d = _mm256_max_epu32(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
+    _mm_storeu_si128((void *)amax,
+                     _mm_max_epu32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1)));
+}
+
+/* The codes of 32 numbers of 16 bits, 16 under each of two scales. */
+INLINE __m512i codes_of_16(__m512i numbers, __m512i magnitudes, const union cells *first,
+                           const union cells *second, int is_f16) {
+    const __m512i base = two_of_16(first->of_16.base, second->of_16.base);
+    const __m512i ends = two_of_16(first->of_16.ends, second->of_16.ends);
+    const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i above = _mm512_subs_epu16(magnitudes, base);
+    const __m512i half_octaves = is_f16 ? _mm512_srli_epi16(above, 9) : _mm512_srli_epi16(above, 6);
+    const __m512i cell = _mm512_min_epu16(half_octaves, _mm512_set1_epi16(7));
+    const __m512i end = _mm512_permutexvar_epi16(_mm512_or_si512(cell, half), ends);
+    const __m512i codes = _mm512_mask_add_epi16(cell, _mm512_cmpgt_epi16_mask(magnitudes, end),
+                                                cell, _mm512_set1_epi16(1));
+    return _mm512_ternarylogic_epi32(codes, _mm512_srli_epi16(numbers, 12), _mm512_set1_epi16(8),
+                                     A_OR_B_AND_C);
+}
+
+/* The codes of 16 numbers of 32 bits. */
+INLINE __m512i codes_of_32(__m512i numbers, const union cells *cells) {
+    const __m512i magnitudes = _mm512_and_si512(numbers, _mm512_set1_epi32(0x7FFFFFFF));
+    const __m512i base = twice_of_32(cells->of_32.base);
+    const __m512i above = _mm512_sub_epi32(_mm512_max_epu32(magnitudes, base), base);
+    const __m512i cell = _mm512_min_epu32(_mm512_srli_epi32(above, 22), _mm512_set1_epi32(7));
+    const __m512i end = _mm512_permutexvar_epi32(cell, twice_of_32(cells->of_32.ends));
+    const __m512i codes = _mm512_mask_add_epi32(cell, _mm512_cmpgt_epi32_mask(magnitudes, end),
+                                                cell, _mm512_set1_epi32(1));
+    return _mm512_ternarylogic_epi32(codes, _mm512_srli_epi32(numbers, 28), _mm512_set1_epi32(8),
+                                     A_OR_B_AND_C);
+}
+
+/* 64 codes, one a byte, to 32 bytes, whose words are then put in order. */
+INLINE void store_codes(uint8_t *nibbles, __m512i codes, __m256i order) {
+    const __m256i joined =
+        _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001)));
+    _mm256_storeu_si256((void *)nibbles, _mm256_permutexvar_epi16(order, joined));
+}
+
+INLINE void choose_scales(const struct kvstore_codec *codec, const uint32_t amax[4],
+                          uint8_t *scales, int *odd, int dtype, size_t block) {
+    for (size_t i = 0; i < STEP / block; i++) {
+        const uint32_t a = amax[i * block / 16], b = amax[(i + 1) * block / 16 - 1];
+        const uint32_t most = a > b ? a : b;
+        *odd |= is_odd(codec, most, dtype);
+        scales[i] = look_scale_up(codec, most, dtype);
+    }
+}
+
+INLINE void pack_step_of_16(const struct kvstore_codec *codec, const unsigned char *values,
+                            uint8_t *nibbles, uint8_t *scales, int *odd, int dtype, size_t block) {
+    const __m512i mask = _mm512_set1_epi16(0x7FFF);
+    const size_t parts = block / 16;
+    const __m512i numbers[2] = {vector(values), vector(values + 64)};
+    const __m512i magnitudes[2] = {_mm512_and_si512(numbers[0], mask),
+                                   _mm512_and_si512(numbers[1], mask)};
+    uint32_t amax[4];
+    __m512i codes[2];
+    largest_of_16(magnitudes[0], magnitudes[1], amax);
+    choose_scales(codec, amax, scales, odd, dtype, block);
+    for (size_t i = 0; i < 2; i++) {
+        codes[i] = codes_of_16(numbers[i], magnitudes[i], &codec->cells[scales[2 * i / parts]],
+                               &codec->cells[scales[(2 * i + 1) / parts]], dtype == KVSTORE_F16);
+    }
+    store_codes(nibbles, _mm512_packus_epi16(codes[0], codes[1]),
+                _mm256_setr_epi16(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+}
+
+INLINE void pack_step_of_32(const struct kvstore_codec *codec, const unsigned char *values,
+                            uint8_t *nibbles, uint8_t *scales, int *odd, size_t block) {
+    const __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512i numbers[4], magnitudes[4], codes[4];
+    uint32_t amax[4];
+    for (size_t i = 0; i < 4; i++) {
+        numbers[i] = vector(values + i * 64);
+        magnitudes[i] = _mm512_and_si512(numbers[i], mask);
+    }
+    largest_of_32(magnitudes, amax);
+    choose_scales(codec, amax, scales, odd, KVSTORE_F32, block);
+    for (size_t i = 0; i < 4; i++) {
+        codes[i] = codes_of_32(numbers[i], &codec->cells[scales[i * 16 / block]]);
+    }
+    store_codes(nibbles,
+                _mm512_packus_epi16(_mm512_packus_epi32(codes[0], codes[1]),
+                                    _mm512_packus_epi32(codes[2], codes[3])),
+                _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+
+#include "fp4_rows.h"
+
+AVX512 void fp4_pack_avx512(const struct kvstore_codec *codec, const unsigned char *values,
+                            size_t count, uint8_t *codes, uint8_t *scales,
+                            struct kvstore_pack_stats *stats) {
+    pack_any(codec, values, count, codes, scales, stats);
+}
+
+/* How values leave: through the cache, or past it in streams of 16 or of 64 bytes, as they are
+ * aligned. NumPy aligns large arrays to 16 only; the processor joins those to lines anyway. */
+enum stream { CACHED = 0, BY_16 = 16, BY_64 = 64 };
+
+INLINE void put(unsigned char *place, __m512i values, enum stream stream) {
+    if (stream == BY_64) {
+        _mm512_stream_si512((void *)place, values);
+    } else if (stream == BY_16) {
+        _mm_stream_si128((void *)place, _mm512_castsi512_si128(values));
+        _mm_stream_si128((void *)(place + 16), _mm512_extracti32x4_epi32(values, 1));
+        _mm_stream_si128((void *)(place + 32), _mm512_extracti32x4_epi32(values, 2));
+        _mm_stream_si128((void *)(place + 48), _mm512_extracti32x4_epi32(values, 3));
+    } else {
+        _mm512_storeu_si512(place, values);
+    }
+}
+
+/* 16 values of 32 bits from 8 bytes. Of an index the look-up takes its lowest four bits only. */
+INLINE void unpack_of_32(const union elements *elements, const uint8_t *codes,
+                         unsigned char *values, enum stream stream) {
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)codes));
+    const __m512i index = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+    put(values, _mm512_permutexvar_epi32(index, vector(elements->of_32)), stream);
+}
+
+/* 32 values of 16 bits from 16 bytes. An index has five bits: under one scale the fifth picks one
+ * of two equal tables, under two it must tell their blocks apart. */
+INLINE void unpack_of_16(const union elements *first, const union elements *second,
+                         const uint8_t *codes, unsigned char *values, enum stream stream,
+                         int is_one) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)codes));
+    const __m512i shifted = _mm512_slli_epi32(bytes, 12);
+    if (is_one) {
+        const __m512i index = _mm512_or_si512(bytes, shifted);
+        put(values, _mm512_permutexvar_epi16(index, vector(first->of_16)), stream);
+    } else {
+        const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+        const __m512i index =
+            _mm512_ternarylogic_epi32(bytes, shifted, _mm512_set1_epi16(0xF), A_OR_B_THEN_C);
+        put(values,
+            _mm512_permutexvar_epi16(_mm512_or_si512(index, half),
+                                     two_of_16(first->of_16[0], second->of_16[0])),
+            stream);
+    }
+}
+
+INLINE void unpack_32(const struct kvstore_codec *codec, const uint8_t *codes, uint8_t scale,
+                      uint8_t next_scale, unsigned char *values, enum stream stream, int is_f32,
+                      int is_nvfp4) {
+    const union elements *first = &codec->elements[scale], *second = &codec->elements[next_scale];
+    if (is_f32) {
+        unpack_of_32(first, codes, values, stream);
+        unpack_of_32(second, codes + 8, values + 64, stream);
+    } else {
+        unpack_of_16(first, second, codes, values, stream, !is_nvfp4);
+    }
+}
+
+INLINE void unpack_blocks(const struct kvstore_codec *codec, const uint8_t *codes,
+                          const uint8_t *scales, size_t count, unsigned char *values,
+                          enum stream stream, int is_f32, int is_nvfp4) {
+    const size_t bytes = is_f32 ? 4 : 2;
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        unpack_32(codec, codes + i / 2, scales[0], scales[is_nvfp4], values + bytes * i, stream,
+                  is_f32, is_nvfp4);
+        scales += 1 + is_nvfp4;
+    }
+    if (i < count) { /* one block of 16 is left: beside a copy of itself */
+        uint8_t padded_codes[16] = {0};
+        unsigned char padded[32 * 4];
+        memcpy(padded_codes, codes + i / 2, 8);
+        unpack_32(codec, padded_codes, scales[0], scales[0], padded, CACHED, is_f32, is_nvfp4);
+        memcpy(values + bytes * i, padded, 16 * bytes);
+    }
+}
+
+INLINE void unpack_any(const struct kvstore_codec *codec, const uint8_t *codes,
+                       const uint8_t *scales, size_t count, unsigned char *values,
+                       enum stream stream) {
+    const int is_nvfp4 = codec->format == KVSTORE_NVFP4;
+    if (codec->dtype == KVSTORE_F32) {
+        is_nvfp4 ? unpack_blocks(codec, codes, scales, count, values, stream, 1, 1)
+                 : unpack_blocks(codec, codes, scales, count, values, stream, 1, 0);
+    } else {
+        is_nvfp4 ? unpack_blocks(codec, codes, scales, count, values, stream, 0, 1)
+                 : unpack_blocks(codec, codes, scales, count, values, stream, 0, 0);
+    }
+}
+
+AVX512 void fp4_unpack_avx512(const struct kvstore_codec *codec, const uint8_t *codes,
+                              const uint8_t *scales, size_t count, unsigned char *values,
+                              int is_streamed) {
+    const uintptr_t place = (uintptr_t)values;
+    if (is_streamed && place % 64 == 0) {
+        unpack_any(codec, codes, scales, count, values, BY_64);
+    } else if (is_streamed && place % 16 == 0) {
+        unpack_any(codec, codes, scales, count, values, BY_16);
+    } else {
+        unpack_any(codec, codes, scales, count, values, CACHED);
+    }
+}
+#endif
