@@ -54,20 +54,6 @@ struct kvstore_codec {
 /* Infinity of the dtype: what every magnitude of a number is below. */
 static inline uint32_t magnitude_infinity(int dtype) { return WIDE[dtype].top; }
 
-/* The scale of a block that has cells. */
-static inline uint8_t look_scale_up(const struct kvstore_codec *codec, uint32_t amax, int dtype) {
-    if (dtype != KVSTORE_F32) {
-        return codec->scale_of[amax];
-    }
-    const uint8_t scale = codec->scale_of[amax >> 16];
-    return (uint8_t)(scale + (amax > codec->scale_ends[scale]));
-}
-
-/* Whether a block is left to the portable kernel. Both terms wrap: 0 is no such block. */
-static inline int is_odd(const struct kvstore_codec *codec, uint32_t amax, int dtype) {
-    return (amax - 1 < codec->least - 1) | (amax >= magnitude_infinity(dtype));
-}
-
 int fp4_check(const struct kvstore_codec *codec);
 void fp4_prepare(struct kvstore_codec *codec, int level);
 pack_row fp4_pack_portable, fp8_pack_portable;

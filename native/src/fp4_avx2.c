@@ -11,29 +11,30 @@
 #define INLINE static inline __attribute__((always_inline, target("avx2")))
 
 enum {
-    STEP = 64,            /* values at a time: one vector of codes */
     PREFETCH_BYTES = 4096 /* so far ahead packing reads: two passes hide the stream from the CPU */
 };
 
+#include "fp4_rows.h"
+
 INLINE __m256i vector(const void *place) { return _mm256_loadu_si256(place); }
 
+INLINE __m128i larger(__m128i a, __m128i b, int is_wide) {
+    return is_wide ? _mm_max_epu32(a, b) : _mm_max_epu16(a, b);
+}
+
 INLINE __m128i fold(__m256i magnitudes, int is_wide) {
-    const __m128i low = _mm256_castsi256_si128(magnitudes);
-    const __m128i high = _mm256_extracti128_si256(magnitudes, 1);
-    return is_wide ? _mm_max_epu32(low, high) : _mm_max_epu16(low, high);
+    return larger(_mm256_castsi256_si128(magnitudes), _mm256_extracti128_si256(magnitudes, 1),
+                  is_wide);
 }
 
-/* The largest of 16 magnitudes of 16 bits. The CPU finds a least of eight, so they are flipped. */
-INLINE uint32_t largest_of_16(__m256i magnitudes) {
-    const __m128i flipped = _mm_xor_si128(fold(magnitudes, 0), _mm_set1_epi16(-1));
-    return 0xFFFF - (uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(flipped)) % 0x10000U;
-}
-
-/* The largest of each of four vectors of 32 bits, by transposing. */
-INLINE __m128i largest_of_32(const __m128i v[4]) {
-    const __m128i a = _mm_max_epu32(_mm_unpacklo_epi32(v[0], v[1]), _mm_unpackhi_epi32(v[0], v[1]));
-    const __m128i b = _mm_max_epu32(_mm_unpacklo_epi32(v[2], v[3]), _mm_unpackhi_epi32(v[2], v[3]));
-    return _mm_max_epu32(_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b));
+/* The largest number of each of four vectors, in 32 bits, by transposing. */
+INLINE __m128i largest(const __m128i v[4], int is_wide) {
+    const __m128i a =
+        larger(_mm_unpacklo_epi32(v[0], v[1]), _mm_unpackhi_epi32(v[0], v[1]), is_wide);
+    const __m128i b =
+        larger(_mm_unpacklo_epi32(v[2], v[3]), _mm_unpackhi_epi32(v[2], v[3]), is_wide);
+    const __m128i c = larger(_mm_unpacklo_epi64(a, b), _mm_unpackhi_epi64(a, b), is_wide);
+    return is_wide ? c : _mm_srli_epi32(_mm_max_epu16(c, _mm_slli_epi32(c, 16)), 16);
 }
 
 /* The codes of 16 magnitudes of 16 bits: their cell, and one more above its end. A cell's end is
@@ -66,63 +67,52 @@ INLINE __m256i join(const __m256i codes[2], const __m256i numbers[2]) {
                                 _mm256_set1_epi16(0x1001));
 }
 
-INLINE void pack_step_of_16(const struct kvstore_codec *codec, const unsigned char *values,
-                            uint8_t *nibbles, uint8_t *scales, int *odd, int dtype, size_t block) {
-    __m256i numbers[4], magnitudes[4], codes[4];
+INLINE __m128i largest_of_quarters(const unsigned char *values, int dtype) {
+    const __m256i mask_16 = _mm256_set1_epi16(0x7FFF), mask_32 = _mm256_set1_epi32(0x7FFFFFFF);
+    const int is_f32 = dtype == KVSTORE_F32;
+    __m128i folded[4];
     for (size_t i = 0; i < 4; i++) {
-        numbers[i] = vector(values + i * 32);
-        magnitudes[i] = _mm256_and_si256(numbers[i], _mm256_set1_epi16(0x7FFF));
+        if (is_f32) {
+            const __m256i a = vector(values + i * 64), b = vector(values + i * 64 + 32);
+            folded[i] = fold(
+                _mm256_max_epu32(_mm256_and_si256(a, mask_32), _mm256_and_si256(b, mask_32)), 1);
+        } else {
+            folded[i] = fold(_mm256_and_si256(vector(values + i * 32), mask_16), 0);
+        }
     }
-    for (size_t i = 0; i < STEP / block; i++) {
-        const uint32_t amax =
-            largest_of_16(block == 16 ? magnitudes[i]
-                                      : _mm256_max_epu16(magnitudes[2 * i], magnitudes[2 * i + 1]));
-        *odd |= is_odd(codec, amax, dtype);
-        scales[i] = look_scale_up(codec, amax, dtype);
-    }
-    for (size_t i = 0; i < 4; i++) {
-        codes[i] =
-            codes_of_16(magnitudes[i], &codec->cells[scales[i * 16 / block]], dtype == KVSTORE_F16);
-    }
-    const __m256i joined = _mm256_packus_epi16(join(codes, numbers), join(codes + 2, numbers + 2));
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256((__m256i *)(void *)nibbles, _mm256_permutevar8x32_epi32(joined, order));
+    return largest(folded, is_f32);
 }
 
-INLINE void pack_step_of_32(const struct kvstore_codec *codec, const unsigned char *values,
-                            uint8_t *nibbles, uint8_t *scales, int *odd, size_t block) {
-    const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
-    __m128i largest[4];
-    uint32_t amax[4];
+INLINE void pack_codes(const struct kvstore_codec *codec, const unsigned char *values,
+                       const uint8_t *scales, uint8_t *nibbles, int dtype, size_t block) {
+    const __m256i mask_16 = _mm256_set1_epi16(0x7FFF), mask_32 = _mm256_set1_epi32(0x7FFFFFFF);
+    const int is_f32 = dtype == KVSTORE_F32;
     __m256i codes[4], numbers[4];
     for (size_t i = 0; i < 4; i++) {
-        const __m256i both = _mm256_max_epu32(_mm256_and_si256(vector(values + i * 64), mask),
-                                              _mm256_and_si256(vector(values + i * 64 + 32), mask));
-        largest[i] = fold(both, 1);
-    }
-    _mm_storeu_si128((__m128i *)(void *)amax, largest_of_32(largest));
-    for (size_t i = 0; i < STEP / block; i++) {
-        const uint32_t a = amax[i * block / 16], b = amax[(i + 1) * block / 16 - 1];
-        const uint32_t most = a > b ? a : b;
-        *odd |= is_odd(codec, most, KVSTORE_F32);
-        scales[i] = look_scale_up(codec, most, KVSTORE_F32);
-    }
-    for (size_t i = 0; i < 4; i++) {
         const union cells *cells = &codec->cells[scales[i * 16 / block]];
-        const __m256i a = vector(values + i * 64), b = vector(values + i * 64 + 32);
-        codes[i] = _mm256_packus_epi32(codes_of_32(_mm256_and_si256(a, mask), cells),
-                                       codes_of_32(_mm256_and_si256(b, mask), cells));
-        numbers[i] = _mm256_packs_epi32(a, b);
+        if (is_f32) {
+            const __m256i a = vector(values + i * 64), b = vector(values + i * 64 + 32);
+            codes[i] = _mm256_packus_epi32(codes_of_32(_mm256_and_si256(a, mask_32), cells),
+                                           codes_of_32(_mm256_and_si256(b, mask_32), cells));
+            numbers[i] = _mm256_packs_epi32(a, b);
+        } else {
+            numbers[i] = vector(values + i * 32);
+            codes[i] =
+                codes_of_16(_mm256_and_si256(numbers[i], mask_16), cells, dtype == KVSTORE_F16);
+        }
     }
-    /* Narrowing took the lower halves of all vectors first: pairs of codes alternate again. */
     const __m256i joined = _mm256_packus_epi16(join(codes, numbers), join(codes + 2, numbers + 2));
-    const __m128i low = _mm256_castsi256_si128(joined), high = _mm256_extracti128_si256(joined, 1);
     __m128i *place = (__m128i *)(void *)nibbles;
-    _mm_storeu_si128(place, _mm_unpacklo_epi16(low, high));
-    _mm_storeu_si128(place + 1, _mm_unpackhi_epi16(low, high));
+    if (is_f32) { /* narrowing put the lower halves of vectors first: pairs of codes alternate */
+        const __m128i low = _mm256_castsi256_si128(joined);
+        const __m128i high = _mm256_extracti128_si256(joined, 1);
+        _mm_storeu_si128(place, _mm_unpacklo_epi16(low, high));
+        _mm_storeu_si128(place + 1, _mm_unpackhi_epi16(low, high));
+    } else {
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256((__m256i *)(void *)place, _mm256_permutevar8x32_epi32(joined, order));
+    }
 }
-
-#include "fp4_rows.h"
 
 AVX2 void fp4_pack_avx2(const struct kvstore_codec *codec, const unsigned char *values,
                         size_t count, uint8_t *codes, uint8_t *scales,

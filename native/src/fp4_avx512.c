@@ -8,9 +8,10 @@
 #define INLINE static inline __attribute__((always_inline)) AVX512
 
 enum {
-    STEP = 64,            /* values at a time, so that short rows have short tails */
     PREFETCH_BYTES = 8192 /* so far ahead packing reads: two passes hide the stream from the CPU */
 };
+
+#include "fp4_rows.h"
 
 INLINE __m512i vector(const void *place) { return _mm512_loadu_si512(place); }
 
@@ -24,40 +25,39 @@ INLINE __m512i twice_of_32(const uint32_t *table) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)table));
 }
 
-/* The largest of the four blocks of 16 magnitudes in two vectors of 16 bits. */
-INLINE void largest_of_16(__m512i a, __m512i b, uint32_t amax[4]) {
+/* The largest of the four blocks of 16 magnitudes in two vectors of 16 bits, in 32 bits each. */
+INLINE __m128i largest_of_16(__m512i a, __m512i b) {
     const __m512i other_lane = _mm512_setr_epi64(2, 3, 0, 1, 6, 7, 4, 5);
     const __m512i lanes =
         _mm512_max_epu16(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
     const __m512i words = _mm512_max_epu16(lanes, _mm512_permutexvar_epi64(other_lane, lanes));
     const __m512i pairs = _mm512_max_epu16(words, _mm512_srli_epi64(words, 32));
     const __m512i found = _mm512_max_epu16(pairs, _mm512_srli_epi64(pairs, 16));
-    /* The lowest word of each quarter of 64 bits: two of `a`, two of `b`, then their upper halves.
+    /* The lowest word of each 64 bits: of the lower halves of `a` and `b`, then of the upper ones.
      */
     const __m512i place = _mm512_setr_epi32(0, 16, 4, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    const __m512i apart = _mm512_permutexvar_epi16(place, found);
-    const __m128i in_order = _mm_and_si128(_mm512_castsi512_si128(apart), _mm_set1_epi32(0xFFFF));
-    _mm_storeu_si128((void *)amax, in_order);
+    return _mm_and_si128(_mm512_castsi512_si128(_mm512_permutexvar_epi16(place, found)),
+                         _mm_set1_epi32(0xFFFF));
 }
 
 /* The largest of each of four vectors of 32 bits, by transposing. */
-INLINE void largest_of_32(const __m512i v[4], uint32_t amax[4]) {
+INLINE __m128i largest_of_32(const __m512i v[4]) {
     const __m512i a =
         _mm512_max_epu32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
     const __m512i b =
         _mm512_max_epu32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
     const __m512i c = _mm512_max_epu32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
     const __m256i d = _mm256_max_epu32(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));
-    _mm_storeu_si128((void *)amax,
-                     _mm_max_epu32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1)));
+    return _mm_max_epu32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
 }
 
 /* The codes of 32 numbers of 16 bits, 16 under each of two scales. */
-INLINE __m512i codes_of_16(__m512i numbers, __m512i magnitudes, const union cells *first,
-                           const union cells *second, int is_f16) {
+INLINE __m512i codes_of_16(__m512i numbers, const union cells *first, const union cells *second,
+                           int is_f16) {
     const __m512i base = two_of_16(first->of_16.base, second->of_16.base);
     const __m512i ends = two_of_16(first->of_16.ends, second->of_16.ends);
     const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i magnitudes = _mm512_and_si512(numbers, _mm512_set1_epi16(0x7FFF));
     const __m512i above = _mm512_subs_epu16(magnitudes, base);
     const __m512i half_octaves = is_f16 ? _mm512_srli_epi16(above, 9) : _mm512_srli_epi16(above, 6);
     const __m512i cell = _mm512_min_epu16(half_octaves, _mm512_set1_epi16(7));
@@ -88,56 +88,40 @@ INLINE void store_codes(uint8_t *nibbles, __m512i codes, __m256i order) {
     _mm256_storeu_si256((void *)nibbles, _mm256_permutexvar_epi16(order, joined));
 }
 
-INLINE void choose_scales(const struct kvstore_codec *codec, const uint32_t amax[4],
-                          uint8_t *scales, int *odd, int dtype, size_t block) {
-    for (size_t i = 0; i < STEP / block; i++) {
-        const uint32_t a = amax[i * block / 16], b = amax[(i + 1) * block / 16 - 1];
-        const uint32_t most = a > b ? a : b;
-        *odd |= is_odd(codec, most, dtype);
-        scales[i] = look_scale_up(codec, most, dtype);
+INLINE __m128i largest_of_quarters(const unsigned char *values, int dtype) {
+    const __m512i mask_16 = _mm512_set1_epi16(0x7FFF), mask_32 = _mm512_set1_epi32(0x7FFFFFFF);
+    if (dtype == KVSTORE_F32) {
+        const __m512i magnitudes[4] = {_mm512_and_si512(vector(values), mask_32),
+                                       _mm512_and_si512(vector(values + 64), mask_32),
+                                       _mm512_and_si512(vector(values + 128), mask_32),
+                                       _mm512_and_si512(vector(values + 192), mask_32)};
+        return largest_of_32(magnitudes);
     }
+    return largest_of_16(_mm512_and_si512(vector(values), mask_16),
+                         _mm512_and_si512(vector(values + 64), mask_16));
 }
 
-INLINE void pack_step_of_16(const struct kvstore_codec *codec, const unsigned char *values,
-                            uint8_t *nibbles, uint8_t *scales, int *odd, int dtype, size_t block) {
-    const __m512i mask = _mm512_set1_epi16(0x7FFF);
-    const size_t parts = block / 16;
-    const __m512i numbers[2] = {vector(values), vector(values + 64)};
-    const __m512i magnitudes[2] = {_mm512_and_si512(numbers[0], mask),
-                                   _mm512_and_si512(numbers[1], mask)};
-    uint32_t amax[4];
-    __m512i codes[2];
-    largest_of_16(magnitudes[0], magnitudes[1], amax);
-    choose_scales(codec, amax, scales, odd, dtype, block);
-    for (size_t i = 0; i < 2; i++) {
-        codes[i] = codes_of_16(numbers[i], magnitudes[i], &codec->cells[scales[2 * i / parts]],
-                               &codec->cells[scales[(2 * i + 1) / parts]], dtype == KVSTORE_F16);
-    }
-    store_codes(nibbles, _mm512_packus_epi16(codes[0], codes[1]),
-                _mm256_setr_epi16(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-}
-
-INLINE void pack_step_of_32(const struct kvstore_codec *codec, const unsigned char *values,
-                            uint8_t *nibbles, uint8_t *scales, int *odd, size_t block) {
-    const __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
-    __m512i numbers[4], magnitudes[4], codes[4];
-    uint32_t amax[4];
+INLINE void pack_codes(const struct kvstore_codec *codec, const unsigned char *values,
+                       const uint8_t *scales, uint8_t *nibbles, int dtype, size_t block) {
+    const union cells *cells[4];
     for (size_t i = 0; i < 4; i++) {
-        numbers[i] = vector(values + i * 64);
-        magnitudes[i] = _mm512_and_si512(numbers[i], mask);
+        cells[i] = &codec->cells[scales[i * 16 / block]];
     }
-    largest_of_32(magnitudes, amax);
-    choose_scales(codec, amax, scales, odd, KVSTORE_F32, block);
-    for (size_t i = 0; i < 4; i++) {
-        codes[i] = codes_of_32(numbers[i], &codec->cells[scales[i * 16 / block]]);
+    if (dtype == KVSTORE_F32) {
+        const __m512i a = _mm512_packus_epi32(codes_of_32(vector(values), cells[0]),
+                                              codes_of_32(vector(values + 64), cells[1]));
+        const __m512i b = _mm512_packus_epi32(codes_of_32(vector(values + 128), cells[2]),
+                                              codes_of_32(vector(values + 192), cells[3]));
+        store_codes(nibbles, _mm512_packus_epi16(a, b),
+                    _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    } else {
+        const int is_f16 = dtype == KVSTORE_F16;
+        const __m512i a = codes_of_16(vector(values), cells[0], cells[1], is_f16);
+        const __m512i b = codes_of_16(vector(values + 64), cells[2], cells[3], is_f16);
+        store_codes(nibbles, _mm512_packus_epi16(a, b),
+                    _mm256_setr_epi16(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
     }
-    store_codes(nibbles,
-                _mm512_packus_epi16(_mm512_packus_epi32(codes[0], codes[1]),
-                                    _mm512_packus_epi32(codes[2], codes[3])),
-                _mm256_setr_epi16(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 }
-
-#include "fp4_rows.h"
 
 AVX512 void fp4_pack_avx512(const struct kvstore_codec *codec, const unsigned char *values,
                             size_t count, uint8_t *codes, uint8_t *scales,
