@@ -135,7 +135,7 @@ def kernels(level: str, wide_bytes: int) -> Iterator[tuple[str, Work, Buffers]]:
     for entry_format, dtype in itertools.product(FP4, DTYPES):
         buffers = Buffers(entry_format, dtype, wide_bytes)
         values, codes, scales = buffers.rows()
-        shape = {"rows": 1, "row_values": len(buffers.values)}
+        shape: dict[str, Any] = {"rows": 1, "row_values": len(buffers.values)}
         for rule in SCALE_RULES[entry_format]:
             check(entry_format, rule, dtype, level)
             pack = native.prepare(entry_format, rule, dtype, 1.0, level).pack

@@ -13,6 +13,12 @@ class PackStats(CData):
     nan_blocks: int
     inf_values: int
 
+class PackError(CData):
+    """A ``struct kvstore_pack_error *``."""
+
+    difference: float
+    value: float
+
 class FFI:
     """The part of cffi's FFI object that kvstore uses."""
 
@@ -52,6 +58,7 @@ class Lib:
     KVSTORE_RULE_AMAX: int
     KVSTORE_LEVEL_PORTABLE: int
     KVSTORE_LEVEL_AVX2: int
+    KVSTORE_LEVEL_AVX512: int
 
     def kvstore_native_version(self) -> int: ...
     def kvstore_level(self) -> int: ...
@@ -79,6 +86,7 @@ class Lib:
         scales: CData,
         scale_stride: int,
         stats: CData,
+        error: CData,
         /,
     ) -> int: ...
     def kvstore_unpack(

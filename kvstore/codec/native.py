@@ -140,6 +140,16 @@ STREAMED_BYTES = _streamed_bytes()
 
 
 @dataclass(frozen=True, slots=True)
+class Met:
+    """What packing some rows met: ``PackStats`` of one call."""
+
+    nan_blocks: int
+    inf_values: int
+    squared_error: float
+    squared_values: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A format and a dtype with the tables of their kernels. Made by :func:`prepare`.
 
@@ -151,9 +161,16 @@ class Prepared:
     """Owns what the pointer points into."""
 
     def pack(
-        self, values: Rows, codes: Rows, scales: Rows, *, rows: int, row_values: int
-    ) -> tuple[int, int]:
-        """Pack rows, and return how many NaN blocks and how many infinities they held.
+        self,
+        values: Rows,
+        codes: Rows,
+        scales: Rows,
+        *,
+        rows: int,
+        row_values: int,
+        is_measured: bool = False,
+    ) -> Met:
+        """Pack rows, and return what they held and, if it is to be measured, what was lost.
 
         Raises:
             ValueError: for any code but KVSTORE_OK; nothing was written then.
@@ -161,6 +178,7 @@ class Prepared:
         Threads: the GIL is released; the buffers must stay alive and unshared until it returns.
         """
         stats = ffi.new("struct kvstore_pack_stats *")
+        error = ffi.new("struct kvstore_pack_error *")
         code = lib.kvstore_pack(
             self._pointer,
             ffi.cast("void *", values.address),
@@ -172,9 +190,10 @@ class Prepared:
             ffi.cast("uint8_t *", scales.address),
             scales.stride,
             stats,
+            error if is_measured else ffi.NULL,
         )
         _check(code)
-        return stats.nan_blocks, stats.inf_values
+        return Met(stats.nan_blocks, stats.inf_values, error.difference, error.value)
 
     def unpack(
         self, codes: Rows, scales: Rows, values: Rows, *, rows: int, row_values: int
@@ -251,7 +270,7 @@ def prepare(
     Raises:
         ValueError: for a rule, a global scale or a level that cannot be.
 
-    Cost: a millisecond and 45 KB, the first time.
+    Cost: milliseconds and 67 KB, the first time.
     """
     size = lib.kvstore_codec_bytes()
     memory = ffi.new(f"char[{size + _ALIGNMENT}]")

@@ -30,7 +30,6 @@ from kvstore.codec.arrays import (
     row_contiguous,
     row_runs,
     same_kind,
-    widen_bfloat16,
 )
 from kvstore.codec.protocol import Codec
 from kvstore.layout import FORMATS, SCALE_RULES, LayerGroup
@@ -45,12 +44,28 @@ BYTES = ("uint8",)
 
 @dataclass(slots=True)
 class PackStats:
-    """What a packer met. It adds to both counts, so one object can sum over calls."""
+    """What a packer met. It adds to every number, so one object can sum over calls."""
 
     nan_blocks: int = 0
     """Blocks that held a NaN and were stored as all NaN; under ``fp8`` a row is one block."""
     inf_values: int = 0
     """Infinities in the input. Outside a NaN block they were stored as the largest value."""
+    is_measured: bool = False
+    """Whether packing is to measure its error too, which costs about as much again."""
+    squared_error: float = 0.0
+    """Sum of the squares of what each value differs from what it unpacks to, in its own dtype."""
+    squared_values: float = 0.0
+    """Sum of the squares of the values."""
+
+    @property
+    def relative_error(self) -> float:
+        """The relative root-mean-square error of what was packed while ``is_measured``.
+
+        0 for no values or only zeros; NaN if any value is NaN or infinite.
+        """
+        if not math.isfinite(self.squared_values):
+            return math.nan
+        return math.sqrt(self.squared_error / self.squared_values) if self.squared_values else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +218,17 @@ def pack(
     prepared = kernel.prepared(source.dtype)
     for run in row_runs(data, *targets):
         rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
-        nan_blocks, inf_values = prepared.pack(*rows, rows=run.rows, row_values=data.shape[-1])
+        met = prepared.pack(
+            *rows,
+            rows=run.rows,
+            row_values=data.shape[-1],
+            is_measured=stats is not None and stats.is_measured,
+        )
         if stats is not None:
-            stats.nan_blocks += nan_blocks
-            stats.inf_values += inf_values
+            stats.nan_blocks += met.nan_blocks
+            stats.inf_values += met.inf_values
+            stats.squared_error += met.squared_error
+            stats.squared_values += met.squared_values
     return planes
 
 
@@ -387,23 +409,11 @@ def relative_error(values: ArrayT, kernel: Kernel) -> float:
 
     0 for no values or only zeros; NaN if any value is NaN or infinite.
 
-    Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
+    Cost: packs to memory that it throws away, and measures.
     """
-    if is_remote(values):
-        values = values.cpu()
-    source = host_view(values, "values", FLOATS)
-    exact = widen_bfloat16(source.data) if source.dtype == "bfloat16" else source.data
-    wide = exact.astype(np.float64)
-    codes, scales = (
-        host_view(plane, name, BYTES).data
-        for plane, name in zip(pack(values, kernel), kernel.names, strict=True)
-    )
-    decoded = np.empty(wide.shape, np.float32)
-    unpack(codes, scales, kernel, dtype="float32", out=decoded)
-    with np.errstate(invalid="ignore"):
-        error = float(np.square(decoded - wide).sum())
-        power = float(np.square(wide).sum())
-    return math.sqrt(error / power) if power else 0.0
+    stats = PackStats(is_measured=True)
+    pack(values, kernel, stats=stats)
+    return stats.relative_error
 
 
 def _target(out: Array, role: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:

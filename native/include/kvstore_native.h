@@ -64,6 +64,13 @@ struct kvstore_pack_stats {
     uint64_t inf_values; /* infinities in the input */
 };
 
+/* How far packed values lie from what they were, as sums over values of dtype: what codes and scales
+ * unpack to, less the value, squared; and the value squared. Both are added to. The root of their
+ * quotient is the relative error. NaN if a value is; a level may add in another order. */
+struct kvstore_pack_error {
+    double difference, value;
+};
+
 /* Which instructions a kernel may use. A higher level computes the same bytes, sooner. */
 enum { KVSTORE_LEVEL_PORTABLE = 0, KVSTORE_LEVEL_AVX2 = 1, KVSTORE_LEVEL_AVX512 = 2 };
 
@@ -98,6 +105,7 @@ int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, in
  * scales  out: NVFP4: [rows, row_values / 16], MXFP4 and MXFP8: [rows, row_values / 32],
  *              FP8: [rows, 4].
  * stats   in/out: counts are added; may be null.
+ * error   in/out: sums are added; null if they are not wanted: they cost about as much again.
  *
  * An element is the exact quotient of value and scale (TORCHAO: the product with the reciprocal,
  * as a float), rounded to nearest, ties to even; magnitudes above the largest element (6, 448)
@@ -115,7 +123,8 @@ int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, in
  * Returns OK, SHAPE, NULL, STRIDE or OVERLAP. */
 int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t rows,
                  size_t row_values, ptrdiff_t value_stride, uint8_t *codes, ptrdiff_t code_stride,
-                 uint8_t *scales, ptrdiff_t scale_stride, struct kvstore_pack_stats *stats);
+                 uint8_t *scales, ptrdiff_t scale_stride, struct kvstore_pack_stats *stats,
+                 struct kvstore_pack_error *error);
 
 /* Unpack rows to numbers: the exact product, rounded once to dtype, to nearest even.
  *

@@ -12,18 +12,9 @@ enum { AVX512_IS_EMULATED = 0 };
 #endif
 
 enum {
+    MEASURED_VALUES = 4096, /* packed, then measured: what both touch fits the second cache */
     LINE = 64,
     AHEAD = 8 /* entries that are fetched while one is unpacked; 4 to 16 measure alike */
-};
-
-/* How a row of each format is laid out. A block of 0 values is the whole row. */
-static const struct shape {
-    size_t block, values_per_byte, scale_bytes;
-} SHAPE[] = {
-    [KVSTORE_NVFP4] = {16, 2, 1},
-    [KVSTORE_MXFP4] = {32, 2, 1},
-    [KVSTORE_MXFP8] = {32, 1, 1},
-    [KVSTORE_FP8] = {0, 1, 4},
 };
 
 int kvstore_level(void) {
@@ -33,7 +24,7 @@ int kvstore_level(void) {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi"))) {
         return KVSTORE_LEVEL_AVX512;
     }
-    if (__builtin_cpu_supports("avx2")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
         return KVSTORE_LEVEL_AVX2;
     }
 #endif
@@ -77,6 +68,12 @@ int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, in
     if (code != KVSTORE_OK) {
         return code;
     }
+    codec->squares = squares_portable;
+#ifdef KVSTORE_HAS_X86
+    if (level >= KVSTORE_LEVEL_AVX2) {
+        codec->squares = squares_avx2;
+    }
+#endif
     if (is_fp4) {
         fp4_prepare(codec, level);
     } else {
@@ -132,9 +129,26 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
     return KVSTORE_OK;
 }
 
+/* Pack a row, and measure it piece by piece, while its values are in the cache. */
+static void pack_measured(const struct kvstore_codec *codec, const unsigned char *values,
+                          size_t count, uint8_t *codes, uint8_t *scales,
+                          struct kvstore_pack_stats *stats, struct kvstore_pack_error *error) {
+    const struct shape shape = SHAPE[codec->format];
+    const size_t most = shape.block ? MEASURED_VALUES : count;
+    for (size_t i = 0; i < count; i += most) {
+        const size_t piece = count - i < most ? count - i : most;
+        const unsigned char *from = values + i * WIDE_BYTES[codec->dtype];
+        uint8_t *piece_codes = codes + i / shape.values_per_byte;
+        uint8_t *piece_scales = scales + (shape.block ? i / shape.block * shape.scale_bytes : 0);
+        codec->pack(codec, from, piece, piece_codes, piece_scales, stats);
+        measure_row(codec, from, piece, piece_codes, piece_scales, error);
+    }
+}
+
 int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t rows,
                  size_t row_values, ptrdiff_t value_stride, uint8_t *codes, ptrdiff_t code_stride,
-                 uint8_t *scales, ptrdiff_t scale_stride, struct kvstore_pack_stats *stats) {
+                 uint8_t *scales, ptrdiff_t scale_stride, struct kvstore_pack_stats *stats,
+                 struct kvstore_pack_error *error) {
     struct walk walk = {.rows = rows,
                         .count = row_values,
                         .value_stride = value_stride,
@@ -146,9 +160,15 @@ int kvstore_pack(const struct kvstore_codec *codec, const void *values, size_t r
     }
     struct kvstore_pack_stats unused = {0, 0};
     for (size_t row = 0; row < walk.rows; row++) {
-        codec->pack(codec, (const unsigned char *)values + (ptrdiff_t)row * value_stride,
-                    walk.count, codes + (ptrdiff_t)row * code_stride,
-                    scales + (ptrdiff_t)row * scale_stride, stats ? stats : &unused);
+        const unsigned char *from = (const unsigned char *)values + (ptrdiff_t)row * value_stride;
+        uint8_t *row_codes = codes + (ptrdiff_t)row * code_stride;
+        uint8_t *row_scales = scales + (ptrdiff_t)row * scale_stride;
+        if (error) {
+            pack_measured(codec, from, walk.count, row_codes, row_scales, stats ? stats : &unused,
+                          error);
+        } else {
+            codec->pack(codec, from, walk.count, row_codes, row_scales, stats ? stats : &unused);
+        }
     }
     return KVSTORE_OK;
 }

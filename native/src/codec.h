@@ -32,6 +32,20 @@ union elements {
     uint32_t of_32[E2M1_CODES];
 };
 
+typedef void squares_of_row(const unsigned char *values, const unsigned char *unpacked,
+                            size_t count, int dtype, struct kvstore_pack_error *sums);
+
+/* How a row of each format is laid out. A block of 0 values is the whole row. */
+struct shape {
+    size_t block, values_per_byte, scale_bytes;
+};
+static const struct shape SHAPE[] = {
+    [KVSTORE_NVFP4] = {16, 2, 1},
+    [KVSTORE_MXFP4] = {32, 2, 1},
+    [KVSTORE_MXFP8] = {32, 1, 1},
+    [KVSTORE_FP8] = {0, 1, 4},
+};
+
 struct kvstore_codec {
     /* Answers of the portable FP4 kernel to every question that a faster one asks, so that the
      * two cannot differ. Magnitudes are the bits of a number without its sign. */
@@ -49,10 +63,16 @@ struct kvstore_codec {
     size_t streamed_bytes; /* outputs from this size on do not pass through the cache */
     pack_row *pack;
     unpack_row *unpack;
+    squares_of_row *squares;
 };
 
 /* Infinity of the dtype: what every magnitude of a number is below. */
 static inline uint32_t magnitude_infinity(int dtype) { return WIDE[dtype].top; }
+
+/* Add up how far the values of a row lie from what its codes mean. */
+void measure_row(const struct kvstore_codec *codec, const unsigned char *values, size_t count,
+                 const uint8_t *codes, const uint8_t *scales, struct kvstore_pack_error *sums);
+squares_of_row squares_portable, squares_avx2;
 
 int fp4_check(const struct kvstore_codec *codec);
 void fp4_prepare(struct kvstore_codec *codec, int level);

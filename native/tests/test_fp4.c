@@ -31,10 +31,10 @@ static void any_shape(int dtype, int format, int rule, size_t rows, size_t block
     struct kvstore_pack_stats stats = {0, 0};
     EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), plane[0], rows, values,
                         (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
-                        (ptrdiff_t)stride[2], &stats) == KVSTORE_OK);
+                        (ptrdiff_t)stride[2], &stats, NULL) == KVSTORE_OK);
     EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), plane[0], rows, values,
                         (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
-                        (ptrdiff_t)stride[2], NULL) == KVSTORE_OK);
+                        (ptrdiff_t)stride[2], NULL, NULL) == KVSTORE_OK);
     uint64_t nan_scales = 0;
     for (size_t row = 0; row < rows; row++) {
         for (size_t i = 0; i < blocks; i++) {
@@ -63,17 +63,17 @@ static void special_values(void) {
     struct kvstore_pack_stats stats = {0, 0};
     const uint8_t expected[8] = {0x80, 0x72, 0x42, 0x66, 0, 0, 0, 0};
     EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1), values, 1, 16, 0,
-                        nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+                        nibbles, 0, &scale, 0, &stats, NULL) == KVSTORE_OK);
     EXPECT(scale == 0x38 && memcmp(nibbles, expected, 8) == 0);
 
     values[3] = INFINITY;
     EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_TORCHAO, 0.5F), values, 1,
-                        16, 0, nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+                        16, 0, nibbles, 0, &scale, 0, &stats, NULL) == KVSTORE_OK);
     EXPECT(scale == 0x7E && nibbles[1] == 0x70 && stats.inf_values == 1);
 
     values[15] = -NAN;
     EXPECT(kvstore_pack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1), values, 1, 16, 0,
-                        nibbles, 0, &scale, 0, &stats) == KVSTORE_OK);
+                        nibbles, 0, &scale, 0, &stats, NULL) == KVSTORE_OK);
     EXPECT(scale == 0x7F && nibbles[0] == 0 && stats.nan_blocks == 1);
     EXPECT(kvstore_unpack(codec_of(KVSTORE_F32, KVSTORE_NVFP4, unpack_rule(KVSTORE_NVFP4), 1),
                           nibbles, 0, &scale, 0, 1, 16, values, 0) == KVSTORE_OK);
@@ -96,7 +96,7 @@ static void every_exponent(int dtype, int format, int rule) {
             }
         }
         EXPECT(kvstore_pack(codec_of(dtype, format, rule, 1), values, 1, BLOCK[format], 0, nibbles,
-                            0, scales, 0, NULL) == KVSTORE_OK);
+                            0, scales, 0, NULL, NULL) == KVSTORE_OK);
     }
     free(values);
 }
@@ -144,15 +144,15 @@ static void bad_arguments(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const int code =
             kvstore_pack(codec_of(0, cases[i].format, cases[i].rule, 1), values, 2,
-                         cases[i].row_values, 64, nibbles, cases[i].nibble_stride, scales, 1, NULL);
+                         cases[i].row_values, 64, nibbles, cases[i].nibble_stride, scales, 1, NULL, NULL);
         if (code != cases[i].code) {
             fprintf(stderr, "case %zu returned %d\n", i, code);
             exit(1);
         }
     }
-    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 1, 16, 0, nibbles, 0, scales, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 1, 16, 0, nibbles, 0, scales, 0, NULL, NULL) ==
            KVSTORE_ERR_NULL);
-    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 0, 16, 0, NULL, 0, NULL, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 0, 0, 1), NULL, 0, 16, 0, NULL, 0, NULL, 0, NULL, NULL) ==
            KVSTORE_OK);
     EXPECT(kvstore_unpack(codec_of(0, 0, 0, 1), nibbles, 8, scales, 1, 2, 16, memory + 8, 64) ==
            KVSTORE_ERR_OVERLAP);

@@ -32,10 +32,10 @@ static void any_shape(int dtype, int format, size_t rows, size_t values, size_t 
     struct kvstore_pack_stats stats = {0, 0};
     EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), plane[0], rows, values,
                         (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
-                        (ptrdiff_t)stride[2], &stats) == KVSTORE_OK);
+                        (ptrdiff_t)stride[2], &stats, NULL) == KVSTORE_OK);
     EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), plane[0], rows, values,
                         (ptrdiff_t)stride[0], plane[1], (ptrdiff_t)stride[1], plane[2],
-                        (ptrdiff_t)stride[2], NULL) == KVSTORE_OK);
+                        (ptrdiff_t)stride[2], NULL, NULL) == KVSTORE_OK);
     static const uint8_t row_nan[4] = {0, 0, 0xC0, 0x7F};
     uint64_t nan_scales = 0;
     for (size_t row = 0; row < rows; row++) {
@@ -81,14 +81,14 @@ static void special_values(void) {
     struct kvstore_pack_stats stats = {0, 0};
     for (int i = 0; i < 2; i++) {
         EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
-                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
+                            32, 0, codes, 0, scale, 0, &stats, NULL) == KVSTORE_OK);
         EXPECT(memcmp(codes, expected, 8) == 0);
         EXPECT(i == 0 ? scale[0] == 127 : scale_of(scale) == 1.0F);
     }
     values[3] = -INFINITY;
     for (int i = 0; i < 2; i++) {
         EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
-                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
+                            32, 0, codes, 0, scale, 0, &stats, NULL) == KVSTORE_OK);
         EXPECT(codes[3] == 0xFE);
         EXPECT(i == 0 ? scale[0] == 254 && codes[0] == 0
                       : scale_of(scale) == 1.0F && codes[0] == 0x7E);
@@ -97,7 +97,7 @@ static void special_values(void) {
     values[31] = -NAN;
     for (int i = 0; i < 2; i++) {
         EXPECT(kvstore_pack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), values, 1,
-                            32, 0, codes, 0, scale, 0, &stats) == KVSTORE_OK);
+                            32, 0, codes, 0, scale, 0, &stats, NULL) == KVSTORE_OK);
         EXPECT(i == 0 ? scale[0] == 0xFF : isnan(scale_of(scale)));
         EXPECT(codes[0] == 0 && stats.nan_blocks == (uint64_t)i + 1);
         EXPECT(kvstore_unpack(codec_of(KVSTORE_F32, FORMATS[i], rule_of(FORMATS[i]), 1), codes, 0,
@@ -122,7 +122,7 @@ static void every_exponent(int dtype, int format) {
             }
         }
         EXPECT(kvstore_pack(codec_of(dtype, format, rule_of(format), 1), values, 1, 32, 0, codes, 0,
-                            scale, 0, NULL) == KVSTORE_OK);
+                            scale, 0, NULL, NULL) == KVSTORE_OK);
     }
     free(values);
 }
@@ -173,17 +173,17 @@ static void bad_arguments(void) {
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const int code = kvstore_pack(codec_of(0, cases[i].format, cases[i].rule, 1), values, 2,
                                       cases[i].row_values, 128, codes, cases[i].code_stride, scales,
-                                      cases[i].scale_stride, NULL);
+                                      cases[i].scale_stride, NULL, NULL);
         if (code != cases[i].code) {
             fprintf(stderr, "case %zu returned %d\n", i, code);
             exit(1);
         }
     }
-    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 1, 32, 0, codes, 0, scales, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 1, 32, 0, codes, 0, scales, 0, NULL, NULL) ==
            KVSTORE_ERR_NULL);
-    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 0, 32, 0, NULL, 0, NULL, 0, NULL) ==
+    EXPECT(kvstore_pack(codec_of(0, 3, 5, 1), NULL, 0, 32, 0, NULL, 0, NULL, 0, NULL, NULL) ==
            KVSTORE_OK);
-    EXPECT(kvstore_pack(codec_of(0, 2, 4, 1), NULL, 1, 0, 0, NULL, 0, NULL, 0, NULL) == KVSTORE_OK);
+    EXPECT(kvstore_pack(codec_of(0, 2, 4, 1), NULL, 1, 0, 0, NULL, 0, NULL, 0, NULL, NULL) == KVSTORE_OK);
     EXPECT(kvstore_unpack(codec_of(0, 3, rule_of(3), 1), codes, 32, scales, 4, 2, 32, memory + 8,
                           128) == KVSTORE_ERR_OVERLAP);
     for (size_t i = 0; i < sizeof memory; i++) {
