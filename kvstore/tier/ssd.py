@@ -740,6 +740,7 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
         if problem:
             return None, problem
         env.reader_check()
+        directory.sync_names(path)
         tier = SsdTier(path, options, env, lock)
         stored = tier.fact("format")
         if stored is None:

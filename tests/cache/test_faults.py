@@ -437,3 +437,27 @@ def test_preallocation_takes_the_space_at_open(tmp_path: Path) -> None:
         assert facts.st_size == facts.st_blocks * 512 == 4 << 20
     with open_cache(tmp_path / "s", ssd_bytes="4MiB") as cache:
         assert cache.stats()["counters"]["quarantined_stores"] == 0
+
+
+def test_names_are_synced_before_anything_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synced file is gone after a power cut if the directory that names it is not synced too."""
+    path = tmp_path / "new" / "s"
+    synced: list[tuple[str, frozenset[str]]] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        folder = Path(f"/proc/self/fd/{fd}").resolve()
+        if folder.is_dir():
+            synced.append((folder.name, frozenset(item.name for item in folder.iterdir())))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with open_cache(path):
+        pass
+    files = [names for folder, names in synced if folder == "s"]
+    assert any("VERSION" in names and "data.mdb" not in names for names in files)
+    assert {"VERSION", "data.mdb"} <= files[-1]
+    assert any(folder == "new" and "s" in names for folder, names in synced)
+    assert any(folder == tmp_path.name and "new" in names for folder, names in synced)
