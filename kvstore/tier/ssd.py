@@ -12,6 +12,7 @@ through LMDB before they count as bad.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -205,7 +206,12 @@ class SsdTier:
         self._users = 0
         self._idle = threading.Condition()
         self._is_closed = False
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
+        """Held through every write transaction: healing is no other's business."""
+        self._is_suspect = False
+        """Whether a commit or a sync failed, so that the last committed state may not reach the disk."""
+        self._is_lost = False
+        """Whether that could not be made up for: another commit might overwrite what is on the disk."""
         self._unhinted: list[BlockKey] = []
         """Blocks of the last commit, whose pages are written down with the next one."""
         try:
@@ -396,7 +402,7 @@ class SsdTier:
     def _put(
         self, puts: Sequence[Put], uses: Mapping[BlockKey, int], hints: Mapping[BlockKey, int]
     ) -> None:
-        with self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key, page in hints.items():
                 self._rewrite(txn, key, page=page)
             for key, sequence in uses.items():
@@ -409,7 +415,7 @@ class SsdTier:
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 self._rewrite(txn, key, **fields)
 
@@ -443,7 +449,7 @@ class SsdTier:
             first += count
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
@@ -474,8 +480,46 @@ class SsdTier:
         """Make every commit so far survive power loss, and record where payloads lie."""
         if self._unhinted:
             self.put([])
-        with self._using():
-            self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+        with self._writing, self._using():
+            self._heal()
+            try:
+                self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
+                raise
+
+    @contextmanager
+    def _changing(self) -> Iterator[lmdb.Transaction]:
+        """Change the databases in one durable transaction."""
+        with self._writing, self._using():
+            self._heal()
+            try:
+                with self._env.begin(write=True) as txn:
+                    yield txn
+            except MEDIUM_ERRORS as error:
+                if not isinstance(error, lmdb.MapFullError):  # which comes before any write
+                    self._is_suspect = True
+                raise
+
+    def _heal(self) -> None:
+        """After a commit or a sync that failed: bring the last committed state to the disk.
+
+        A kernel may count pages that it failed to write as written. What was not synced by then, the
+        last commit's meta page too, may never reach the disk, and a later sync that succeeds does
+        not mean that it did. One commit more overwrites nothing that the state on the disk needs,
+        and its sync brings all to the disk; two without a sync between them would. docs/decisions/0015.
+        """
+        if not self._is_suspect:
+            return
+        if self._is_lost:
+            raise OSError(
+                errno.EIO, "an earlier sync failed: nothing is written until it is reopened"
+            )
+        with self._env.begin(write=True) as txn:
+            txn.put(b"clean", b"0", db=self._sys)  # any change will do
+        self._is_lost = True
+        self._env.sync(True)  # noqa: FBT003
+        self._is_suspect = self._is_lost = False
 
     def _find_pages(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
         """Return where committed payloads lie in the file: known only after their commit."""
@@ -516,7 +560,7 @@ class SsdTier:
 
     def set_fact(self, name: str, value: bytes) -> None:
         """Store a small named value durably."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -543,7 +587,7 @@ class SsdTier:
                 return
             self._idle.wait_for(lambda: self._users == 0, timeout=60)
             self._is_closed = True
-        if self.is_owner:
+        if self.is_owner and not self._is_suspect:  # else the next opening walks the tree
             with suppress(lmdb.Error):
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)

@@ -461,3 +461,73 @@ def test_names_are_synced_before_anything_is_promised(
     assert {"VERSION", "data.mdb"} <= files[-1]
     assert any(folder == "new" and "s" in names for folder, names in synced)
     assert any(folder == tmp_path.name and "new" in names for folder, names in synced)
+
+
+class Watched:
+    """An environment that notes its write transactions and syncs; the next syncs fail."""
+
+    def __init__(self, ssd: SsdTier, failing: int) -> None:
+        self.real, self.failing = ssd._env, failing
+        self.done: list[str] = []
+        ssd._env = self  # type: ignore[assignment]
+
+    def begin(self, **options: Any) -> Any:
+        if options.get("write"):
+            self.done.append("commit")
+        return self.real.begin(**options)
+
+    def sync(self, force: bool) -> None:
+        self.failing -= 1
+        if self.failing >= 0:
+            raise lmdb.DiskError("mdb_env_sync: Input/output error")
+        self.done.append("sync")
+        self.real.sync(force)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path: Path) -> None:
+    """The kernel may have given up what was not synced: a second sync alone proves nothing."""
+    tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        env = Watched(cache._shared.ssd, failing=1)
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.flush()
+        env.done.clear()
+        cache.flush()
+        assert env.done == ["commit", "sync", "sync"]
+        env.done.clear()
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert env.done == ["commit", "commit", "sync"], "healed once: block, hint, sync"
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_a_second_failed_sync_ends_writing_until_the_store_is_reopened(tmp_path: Path) -> None:
+    """Then another commit could overwrite what the state on the disk is made of."""
+    tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
+    path = tmp_path / "s"
+    with open_cache(path) as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        env = Watched(cache._shared.ssd, failing=2)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be synced"):
+                cache.flush()
+        env.done.clear()
+        cache.store(more, entries_of(DENSE, more))
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.flush()
+        assert env.done == []
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 4 * BLOCK)
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.close()
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert cache.lookup(more).hit_tokens == 2 * BLOCK
