@@ -479,7 +479,8 @@ class SsdTier:
     def sync(self) -> None:
         """Make every commit so far survive power loss, and record where payloads lie."""
         if self._unhinted:
-            self.put([])
+            with suppress(lmdb.MapFullError):  # a hint is worth no failure
+                self.put([])
         with self._writing, self._using():
             self._heal()
             try:
@@ -496,9 +497,11 @@ class SsdTier:
             try:
                 with self._env.begin(write=True) as txn:
                     yield txn
-            except MEDIUM_ERRORS as error:
-                if not isinstance(error, lmdb.MapFullError):  # which comes before any write
-                    self._is_suspect = True
+            except lmdb.MapFullError:  # before anything was written
+                self._env.reader_check()  # a killed reader keeps every page freed since it began
+                raise
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
                 raise
 
     def _heal(self) -> None:
@@ -657,9 +660,14 @@ MEDIUM_ERRORS = (lmdb.Error, OSError)
 """What a medium can do to us. Everything else is a bug and is not caught as one of these."""
 
 
+def is_map_full(error: BaseException) -> bool:
+    """Say whether a write found no free page in the map: nothing was written, nothing failed."""
+    return isinstance(error, lmdb.MapFullError)
+
+
 def is_full(error: BaseException) -> bool:
     """Say whether evicting a little and trying again may help."""
-    return isinstance(error, lmdb.MapFullError) or "No space left" in str(error)
+    return is_map_full(error) or "No space left" in str(error)
 
 
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
@@ -739,6 +747,7 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
         env = _environment(path, options, is_owner=False)
         problem = _cut_off(path, env)
         if not problem:
+            env.reader_check()  # slots of killed readers: there are 512 in all
             return SsdTier(path, options, env, None)
     except MEDIUM_ERRORS as error:
         problem = str(error)

@@ -531,3 +531,43 @@ def test_a_second_failed_sync_ends_writing_until_the_store_is_reopened(tmp_path:
         cache.store(more, entries_of(DENSE, more))
         cache.flush()
         assert cache.lookup(more).hit_tokens == 2 * BLOCK
+
+
+_KILLED_READER = """
+import os, signal, sys
+from tests.stores import *
+with open_cache(Path(sys.argv[1]), role="reader", ssd_bytes="1MiB") as cache:
+    txn = cache._shared.ssd._env.begin()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_killed_in_the_middle_of_a_read_does_not_fill_the_map(tmp_path: Path) -> None:
+    """Its slot would keep every page that was freed since, until the store is opened again."""
+    path = tmp_path / "s"
+    with open_cache(path, ssd_bytes="1MiB") as cache:
+        cache.store(tokens_of(BLOCK), entries_of(DENSE, tokens_of(BLOCK)))
+        cache.flush()
+        subprocess.run([sys.executable, "-c", _KILLED_READER, str(path)], check=False, timeout=60)
+        for seed in range(200):
+            tokens = tokens_of(4 * BLOCK, seed)
+            cache.store(tokens, entries_of(DENSE, tokens), wait=30)
+            if seed % 8 == 0:
+                cache.flush()
+        cache.flush()
+        counters = cache.stats()["counters"]
+        assert counters["evicted_blocks"]["ssd"] > 400
+        assert counters["write_errors"] == counters["dropped_blocks"]["total"] == 0
+
+
+def test_a_map_without_room_for_hints_and_uses_fails_no_flush(tmp_path: Path) -> None:
+    tokens = tokens_of(4 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        owned(cache)._writer.drain()
+        cache.lookup(tokens)
+        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")] * 2)
+        cache.flush()
+        assert failing.errors == [], "one of uses, one of hints"
+        assert owned(cache)._uses, "uses wait for the next commit"
+        assert cache.stats()["counters"]["write_errors"] == 0
