@@ -490,7 +490,7 @@ class SsdTier:
                 raise
 
     @contextmanager
-    def _changing(self) -> Iterator[lmdb.Transaction]:
+    def _changing(self) -> Iterator[lmdb.Transaction[bytes]]:
         """Change the databases in one durable transaction."""
         with self._writing, self._using():
             self._heal()
