@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
            $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
 
-.PHONY: help demo test test-emulated test-engines check native-test bench bench-engines clean
+.PHONY: help demo test test-emulated test-engines torture torture-store check native-test bench bench-engines clean
 
 help:
 	@echo "make demo    set up, then watch a real model answer again from its stored cache"
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
 	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
+	@echo "make torture [TORTURE=...]   power cuts, kills, rot, full disks, a million operations (about an hour)"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make clean   remove the environment and build products"
@@ -28,6 +29,15 @@ test: check native-test
 # Each engine has an environment of its own, in the user's cache: they cannot share one.
 test-engines:
 	$(PYTHON) tests/engines/environments.py $(ENGINES)
+
+# What takes too long for every change; each member is a target torture-<member>.
+TORTURE ?= store
+
+torture: $(addprefix torture-,$(TORTURE))
+
+torture-store: $(VENV)/.test
+	@echo "store: about an hour on two cores; docs/torture.md says what is done and how to repeat a case"
+	$(BIN)/python -m tests.torture --scale full
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

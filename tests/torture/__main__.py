@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.torture import preload
-from tests.torture.kinds import KINDS, SELF_TEST
+from tests.torture.kinds import KINDS, SELF_TESTS
 from tests.torture.runner import Outcome, run, table
 
 MEMORY = Path("/dev/shm")
@@ -24,7 +24,7 @@ MEMORY = Path("/dev/shm")
 
 
 def _arguments() -> argparse.Namespace:
-    known = {kind.name: kind for kind in (*KINDS, SELF_TEST)}
+    known = {kind.name: kind for kind in (*KINDS, *SELF_TESTS)}
     figures = "\n".join(f"  {k.name:22} {k.small:>6} {k.full:>10,}  {k.about}" for k in KINDS)
     parser = argparse.ArgumentParser(
         prog="python -m tests.torture",

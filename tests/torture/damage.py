@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 from kvstore import KVStoreError
+from kvstore.frame import FrameFormat
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, Promise, Prompt, check, prompts, read_check, still_works
 from tests.torture.runner import Case, Death, Finding, Kind, in_child
@@ -58,6 +60,12 @@ def flip(case: Case) -> list[Finding]:
     _flip(data, offset, rng.randrange(8))
     findings = _look(path, known)
     return [Finding(f.sort, f"a bit at {offset}: {f.text}") for f in findings]
+
+
+def flip_unchecked(case: Case) -> list[Finding]:
+    """Change one bit of a store that checks nothing of what it reads: this must find something."""
+    with mock.patch.object(FrameFormat, "fault", return_value=None):
+        return flip(case)
 
 
 def flip_under_an_owner(case: Case) -> list[Finding]:
@@ -139,3 +147,4 @@ KINDS: Sequence[Kind] = (
     Kind("flips-open", "one bit under an owner", flip_under_an_owner, 30, 2_000),
     Kind("truncations", "the end of the file cut off", truncate, 20, 200),
 )
+SELF_TEST = Kind("flips-unchecked", "must find something", flip_unchecked, 60, 500)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.torture.kinds import KINDS, SELF_TEST
+from tests.torture.kinds import KINDS
 from tests.torture.runner import Case, Finding, Kind, run, table
 
 pytestmark = [
@@ -45,11 +45,14 @@ def test_nothing_is_wrong_lost_or_crashed(kind: str, outcomes: dict[str, dict[st
     assert not any(outcomes[kind]["findings"].values()), "\n".join(outcomes[kind]["texts"])
 
 
-def test_a_store_that_does_not_sync_is_found_out() -> None:
-    """The self-test of the harness: without it, a simulator that loses nothing would pass."""
-    status, (outcome,), _ = torture(SELF_TEST.name, "--count", "60", "--seed", "20")
+@pytest.mark.parametrize(
+    ("kind", "sort"), [("images-without-sync", "lost"), ("flips-unchecked", "wrong")]
+)
+def test_a_store_without_its_promise_is_found_out(kind: str, sort: str) -> None:
+    """The harness can fail: without sync acknowledged flushes are lost, without checks bytes are wrong."""
+    status, (outcome,), _ = torture(kind, "--seed", "20")
     assert status == 1
-    assert outcome["findings"]["lost"] > 0
+    assert outcome["findings"][sort] > 0
 
 
 def test_a_seed_makes_the_same_cases_again(tmp_path: Path) -> None:
