@@ -84,10 +84,10 @@ def main() -> int:
     else:
         print(table(outcomes))
     for place in (folder, disk):
-        if is_good:
-            shutil.rmtree(place)
-        elif any(place.iterdir()):
+        if any(item for kind in given.kinds for item in place.glob(f"{kind.name}-[0-9]*")):
             print(f"what was found is kept in {place}", file=sys.stderr)
+        else:
+            shutil.rmtree(place)
     return 0 if is_good else 1
 
 

@@ -314,4 +314,6 @@ KINDS: Sequence[Kind] = (
         *(60, 1_000),
     ),
 )
-SELF_TEST = Kind("images-without-sync", "must find something", images_without_sync, 60, 500)
+SELF_TEST = Kind(
+    "images-without-sync", "must find something", images_without_sync, 60, 500, must_find=True
+)
