@@ -5,6 +5,7 @@ It knows names, permissions and locks. It never opens the database.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -143,14 +144,20 @@ def claim_format(path: Path, format_text: str) -> None:
 def sync_names(path: Path) -> None:
     """Make the names of a store's files, and its own, survive power loss: no sync of a file does."""
     _sync(path)
-    with suppress(PermissionError):  # a parent may be closed to its children's owners
-        _sync(path.parent)
+    _sync(path.parent)
 
 
 def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Sync a directory, unless it is one that this user may not read or that knows no sync."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(fd)
 

@@ -77,7 +77,12 @@ class Prompt:
     def entries(self, generation: int) -> dict[str, NDArray[np.uint8]]:
         """Return the entries of all tokens."""
         image = self.image if self._has_image else 0
-        return _entries(self.walk, self.tail, image, self.tenant, generation)
+        whole = _entries(self.walk, image, self.tenant, generation)
+        tokens = len(self.walk) * BLOCK + self.tail
+        return {
+            group.name: whole[group.name][:, : tokens // group.tokens_per_entry]
+            for group in WINDOWED.global_groups
+        }
 
 
 @lru_cache(maxsize=1 << 14)
@@ -86,14 +91,13 @@ def _tokens(walk: tuple[int, ...], tail: int) -> NDArray[np.uint32]:
     return np.concatenate([ids, np.arange(tail)]).astype(np.uint32)
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 14)
 def _entries(
-    walk: tuple[int, ...], tail: int, image: int, tenant: int, generation: int
+    walk: tuple[int, ...], image: int, tenant: int, generation: int
 ) -> dict[str, NDArray[np.uint8]]:
     """Entries of everything that tells prompts apart, so that a mix-up shows in the bytes."""
-    ids = _tokens(walk, tail).astype(np.uint64)
-    if len(ids):
-        ids[0] += np.uint64(1_000_003 * tenant + 10_000_019 * generation)
+    ids = _tokens(walk, BLOCK - 1).astype(np.uint64)
+    ids[0] += np.uint64(1_000_003 * tenant + 10_000_019 * generation)
     if image:
         ids[BLOCK + 2] += np.uint64(7_000_003 * image)
     return entries_of(WINDOWED, ids)
@@ -441,7 +445,7 @@ OPERATIONS = 1_000
 
 
 def _prompt(rng: random.Random) -> Prompt:
-    walk = tuple(rng.choices((0, 1), k=rng.randint(1, 12)))
+    walk = tuple(rng.choices((0, 1), (3, 1), k=rng.randint(1, 12)))
     return Prompt(walk, rng.randrange(BLOCK), rng.choice((0, 0, 0, 1, 2)), rng.choice((0, 0, 1)))
 
 
