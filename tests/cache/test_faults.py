@@ -571,3 +571,19 @@ def test_a_map_without_room_for_hints_and_uses_fails_no_flush(tmp_path: Path) ->
         assert failing.errors == [], "one of uses, one of hints"
         assert owned(cache)._uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
+
+
+def test_a_directory_that_knows_no_sync_holds_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").resolve().is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    tokens = fill(tmp_path / "s")
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.lookup(tokens).hit_tokens == 12 * BLOCK
