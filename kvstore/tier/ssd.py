@@ -31,7 +31,7 @@ import numpy as np
 
 from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.errors import ConfigError, StoreBusy, StoreError
-from kvstore.tier import directory
+from kvstore.tier import directory, tree
 
 logger = logging.getLogger(__name__)
 
@@ -788,6 +788,9 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
     tier: SsdTier | None = None
     is_good = False
     try:
+        problem = _broken_trees(path)  # before LMDB sees the file: it ends the process for less
+        if problem:
+            return None, problem
         env = _environment(path, options, is_owner=True)
         problem = _structural_problem(path, env)
         if problem:
@@ -840,6 +843,11 @@ def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Env
         mode=0o600,
         max_spare_txns=0,  # a kept transaction would lose its slot when a forked child reopens
     )
+
+
+def _broken_trees(path: Path) -> str:
+    file = path / directory.DATA_FILE
+    return tree.problem_of(file) if file.exists() and file.stat().st_size else ""
 
 
 def _structural_problem(path: Path, env: lmdb.Environment) -> str:
