@@ -123,6 +123,9 @@ class OwnedSsd:
         self._wishes: dict[BlockKey, _Wish] = {}
         """What was asked for blocks that still waited for their commit, by the last of them."""
         self._failures = 0
+        self._is_crowded = False
+        """Whether the last commit found no room though blocks were evicted for it: a reader that is
+        stuck keeps their pages, and evicting more would only empty the store."""
         self.is_read_only = False
         self.namespaces: dict[int, dict[str, Any]] = namespace_facts(ssd)
         self._namespace_ids = {
@@ -473,14 +476,16 @@ class OwnedSsd:
             try:
                 self.ssd.put(puts, uses)
             except MEDIUM_ERRORS as error:
-                if attempt < FULL_RETRIES and self.ssd.lacks_room(error, len(puts)):
+                may_help = attempt < FULL_RETRIES and not self._is_crowded
+                if may_help and self.ssd.lacks_room(error, len(puts)):
                     self._evict(max(RETRY_EVICTION_BLOCKS, len(puts) if attempt else 0))
                     continue
+                self._is_crowded = is_map_full(error)
                 self._note_write_error(error)
                 self._context.count_drop("write_error", len(puts))
                 return False
             break
-        self._failures = 0
+        self._failures, self._is_crowded = 0, False
         return True
 
     def _as_put(self, block: QueuedBlock[Ticket]) -> Put:
@@ -533,7 +538,9 @@ class OwnedSsd:
         metrics, path = self._context.metrics, self.ssd.path
         with self._context.lock:
             metrics.write_errors += 1
-            self._failures += 1
+            self._failures += not is_map_full(
+                error
+            )  # which is the doing of a reader, not of a disk
             metrics.say_once("write", "a write to %s failed: %s", path, error)
             if self._failures >= WRITE_ERRORS_TO_READ_ONLY and not self.is_read_only:
                 self.is_read_only = True
