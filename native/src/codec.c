@@ -124,6 +124,7 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
         walk->code_stride == (ptrdiff_t)walk->code_bytes &&
         walk->scale_stride == (ptrdiff_t)walk->scale_bytes) {
         walk->count *= walk->rows; /* no overflow: check() found that all of it has addresses */
+        walk->value_bytes *= walk->rows;
         walk->rows = 1;
     }
     return KVSTORE_OK;
