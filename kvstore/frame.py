@@ -1,4 +1,4 @@
-"""A frame: one block as it is stored. Bytes in, bytes out; no medium, no policy, no codec.
+"""A frame: one block as it is stored. Bytes in, verified bytes or numbers out; no medium, no policy.
 
 ``header | token ids | part checksums | reserved | payload``. A *part* is everything one owner layer
 contributes to a block. Inside a part, entries lie planar per 64: all packed values of 64 entries,
@@ -12,14 +12,22 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
+from kvstore.codec import codec_for, native
+from kvstore.codec.arrays import FLOATS, check_apart, check_out, host_view
+from kvstore.codec.packed import PackedCodec
+from kvstore.codec.raw import RawCodec
 from kvstore.errors import ConfigError
 from kvstore.layout import LayerGroup, Layout
+
+if TYPE_CHECKING:
+    from kvstore.codec.arrays import Array
 
 FORMAT_VERSION = 1
 """Version of the frame. A store of another version is refused, never guessed at."""
@@ -28,6 +36,8 @@ UNIT_ENTRIES = 64
 """Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
+_TARGET, _STRIDE = (native.PIECE_FIELDS.index(name) for name in ("target", "target_stride"))
+_BYTES = ("uint8",)
 _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
 HEADER_BYTES = _HEADER.size
@@ -81,6 +91,38 @@ class _Plane:
         return box.view(self.item).reshape(self.shape)  # splits one axis, so this is a view
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the payloads of blocks go, worked out once for many. Made by :class:`FrameFormat`.
+
+    Threads: any number may scatter to one at a time, each to blocks of its own.
+    """
+
+    blocks: int
+    """Whole blocks that there is room for."""
+    _table: NDArray[np.int64]
+    """The pieces of a payload in order; columns as in ``native.PIECE_FIELDS``, for block 0."""
+    _steps: NDArray[np.int64]
+    """Bytes from where a piece of one block goes to where that of the next one does."""
+    _parts: Sequence[native.Part]
+    _kept: object
+    """What owns the memory that the table points to."""
+
+    def pieces(self, block: int) -> NDArray[np.int64]:
+        """Return the table for one block. Raises ``ValueError`` if there is no room for it."""
+        if not 0 <= block < self.blocks:
+            msg = f"there is room for {self.blocks} blocks, found number {block}"
+            raise ValueError(msg)
+        table = self._table.copy()
+        table[:, _TARGET] += block * self._steps
+        return table
+
+
+def _unit(entries: int) -> int:
+    """Return how many entries lie planar together, of so many in a block."""
+    return UNIT_ENTRIES if entries % UNIT_ENTRIES == 0 else entries
+
+
 def head_sum(frame: bytes | bytearray | memoryview) -> int:
     """Return the head checksum that a frame carries."""
     (found,) = struct.unpack_from("<Q", frame, CHECKED_BYTES)
@@ -112,6 +154,7 @@ class FrameFormat:
         }
         """Entries of a block, by group."""
         owners = sorted({layer for group in layout.global_groups for layer in group.layers})
+        self._owners = owners
         self.part_count = len(owners)
         self._ids_offset = HEADER_BYTES
         self._sums_offset = HEADER_BYTES + 4 * block_tokens
@@ -139,7 +182,7 @@ class FrameFormat:
         for ratio, bucket in groupby(members, key=lambda group: group.tokens_per_entry):
             groups = list(bucket)
             count = self.block_tokens // ratio
-            unit = UNIT_ENTRIES if count % UNIT_ENTRIES == 0 else count
+            unit = _unit(count)
             unit_bytes = unit * sum(group.entry_bytes for group in groups)
             within = at
             for group in groups:
@@ -152,7 +195,7 @@ class FrameFormat:
         part_bytes = at
         for group, column, plane_bytes, within, unit_bytes in boxes:
             count = self.entries[group.name]
-            unit = UNIT_ENTRIES if count % UNIT_ENTRIES == 0 else count
+            unit = _unit(count)
             first = group.layers.index(layers[0])
             self._planes.append(
                 _Plane(
@@ -280,9 +323,23 @@ class FrameFormat:
     ) -> str | None:
         """Return why these bytes are not the block asked for, or None if they are.
 
+        Checks :meth:`head_fault`, then the checksum of every part.
+        """
+        found = self.head_fault(frame, block_hash, parent_hash, tokens)
+        return found or (None if self.is_payload_intact(frame) else "checksum")
+
+    def head_fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the head of the block asked for, or None; the payload is not read.
+
         A block whose hash does not depend on its parent is asked for with ``parent_hash`` None.
-        Checks, on the copy handed out: head checksum, identity (both hashes and the token ids
-        themselves, so that a hash collision is a miss), then the checksum of every part.
+        Checks, on the copy handed out: head checksum, then identity (both hashes and the token ids
+        themselves, so that a hash collision is a miss).
         """
         header = self.header(frame)
         if header is None:
@@ -290,9 +347,7 @@ class FrameFormat:
         if header.block_hash != block_hash or parent_hash not in (None, header.parent_hash):
             return "identity"
         ids = np.frombuffer(frame, "<u4", self.block_tokens, self._ids_offset)
-        if not np.array_equal(ids, tokens):
-            return "tokens"
-        return None if self.is_payload_intact(frame) else "checksum"
+        return None if np.array_equal(ids, tokens) else "tokens"
 
     def is_payload_intact(self, frame: memoryview) -> bool:
         """Say whether every part matches its checksum."""
@@ -302,13 +357,100 @@ class FrameFormat:
             for (start, stop), expected in zip(self.part_bounds, sums, strict=True)
         )
 
-    def scatter(
-        self, frame: memoryview, entries: Mapping[str, NDArray[np.uint8]], block: int
-    ) -> None:
-        """Copy a frame's payload to its place as the ``block``-th whole block of ``entries``."""
-        for plane in self._planes:
-            target = plane.in_entries(entries[plane.group], block * plane.entries)
-            target[...] = plane.in_frame(frame)
+    def scatter(self, frame: memoryview, target: Target, block: int) -> str | None:
+        """Hand out a frame's payload as the ``block``-th block of ``target``, verified on the way.
+
+        Returns ``"checksum"`` if what was handed out does not have the checksums of the parts: the
+        place of that block holds anything then and must not be used. Else None.
+
+        Raises:
+            ValueError: if there is no room for the block; nothing was written then.
+
+        Cost: one pass over the payload; each byte is summed when it is copied or unpacked.
+        """
+        sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
+        is_good = native.read_parts(frame, target._parts, sums, target.pieces(block))  # noqa: SLF001
+        return None if is_good else "checksum"
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Target:
+        """Return a target of entries as they are stored.
+
+        Shapes:
+            ``entries[group]`` is uint8 ``[layers, n, entry_bytes]``, contiguous along the last
+            axis; or ``[pages, layers, entries of a block, entry_bytes]``, and blocks are pages.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+        """
+        return self._target(entries, {}, dict.fromkeys(self.entries, _BYTES))
+
+    def values_target(self, values: Mapping[str, Array]) -> Target:
+        """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.
+
+        A frame that goes there must not change meanwhile.
+
+        Shapes:
+            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a
+            block, group.values]``, a NumPy array or a CPU tensor, contiguous along the last axis.
+            It is float32, float16 or bfloat16 for packed formats, and else of the format's dtype.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+            ConfigError: for a format without a codec.
+        """
+        codecs: dict[str, native.Prepared] = {}
+        dtypes: dict[str, Sequence[str]] = {}
+        for group in self.layout.global_groups:
+            codec = codec_for(group)
+            dtypes[group.name] = (codec.dtype,) if isinstance(codec, RawCodec) else FLOATS
+            if isinstance(codec, PackedCodec):
+                view = host_view(values[group.name], f"group {group.name!r}", FLOATS)
+                codecs[group.name] = codec.kernel.prepared(view.dtype)
+        return self._target(values, codecs, dtypes)
+
+    def _target(
+        self,
+        arrays: Mapping[str, Array],
+        codecs: Mapping[str, native.Prepared],
+        dtypes: Mapping[str, Sequence[str]],
+    ) -> Target:
+        blocks: list[int] = []
+        views: dict[str, NDArray[np.generic]] = {}
+        for group in self.layout.global_groups:
+            role, count = f"group {group.name!r}", self.entries[group.name]
+            view = host_view(arrays[group.name], role, dtypes[group.name]).data
+            if view.ndim == 3:  # [layers, n, length] as [blocks, layers, entries, length]
+                blocks.append(view.shape[1] // count)
+                view = np.lib.stride_tricks.as_strided(
+                    view,
+                    (blocks[-1], view.shape[0], count, view.shape[2]),
+                    (view.strides[1] * count, *view.strides),
+                )
+            else:
+                blocks.append(view.shape[0])
+            length = group.entry_bytes if dtypes[group.name] == _BYTES else group.values
+            check_out(view, role, (blocks[-1], len(group.layers), count, length))
+            views[group.name] = view
+        check_apart(views)
+        rows: list[tuple[int, ...]] = []
+        steps: list[int] = []
+        parts: list[native.Part] = []
+        for layer, (start, stop) in zip(self._owners, self.part_bounds, strict=True):
+            first = len(rows)
+            for group in self._members(layer):
+                view, codec = views[group.name], codecs.get(group.name)
+                count = self.entries[group.name]
+                unit = _unit(count)
+                address = view.ctypes.data + group.layers.index(layer) * view.strides[1]
+                for length in (group.values,) if codec else group.planes:
+                    shape = (codec.address if codec else 0, count // unit, unit, length)
+                    rows.append((*shape, address, view.strides[2]))
+                    steps.append(view.strides[0])
+                    address += length
+            parts.append(native.Part(start, stop, first, len(rows)))
+        table = np.array(rows, np.int64)
+        kept = (tuple(views.values()), tuple(codecs.values()))
+        return Target(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)
 
     def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""

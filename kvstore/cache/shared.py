@@ -384,23 +384,35 @@ class SharedTiers(OpenStore):
         if step.tier == "device":
             assert self.pages is not None
             return self.pages.read(prefix, start, step.stop, entries, first)
-        scatter, at = self.format.scatter, start - first
+        scatter, target, at = (
+            self.format.scatter,
+            self.format.entries_target(entries),
+            start - first,
+        )
         return self._fetch(
-            prefix, start, step.stop, lambda i, frame: scatter(frame, entries, at + i)
+            prefix, start, step.stop, lambda i, frame: scatter(frame, target, at + i)
         )
 
     def _fetch(
-        self, prefix: Prefix, first: int, stop: int, take: Callable[[int, memoryview], None]
+        self,
+        prefix: Prefix,
+        first: int,
+        stop: int,
+        take: Callable[[int, memoryview], str | None],
     ) -> int:
-        """Read and verify blocks ``[first, stop)`` from SSD; return the block where that ended."""
+        """Read and verify blocks ``[first, stop)`` from SSD; return the block where that ended.
 
-        def fault(i: int, frame: memoryview) -> str | None:
+        ``take`` is given the copies of blocks that are the right ones, verifies their payloads as it
+        hands them out, and returns why one is bad, or None. What it wrote of a bad one is no hit.
+        """
+
+        def take_right(i: int, frame: memoryview) -> str | None:
             n = first + i
             expected = (prefix.hashes[n], prefix.parent_hash(n), prefix.block_ids(n))
-            return self.format.fault(frame, *expected)
+            return self.format.head_fault(frame, *expected) or take(i, frame)
 
         began = time.perf_counter()
-        result = self.ssd.read([prefix.key(n) for n in range(first, stop)], fault, take)
+        result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right)
         with self.context.lock:
             self.metrics.read_bytes += result.count * self.format.frame_bytes
             self.metrics.read_seconds += time.perf_counter() - began

@@ -302,19 +302,19 @@ class SsdTier:
     def read(
         self,
         keys: Sequence[BlockKey],
-        check: Callable[[int, memoryview], str | None],
-        take: Callable[[int, memoryview], None],
+        take: Callable[[int, memoryview], str | None],
     ) -> ReadResult:
         """Read frames in order until one is missing or bad.
 
-        ``check(i, frame)`` returns why the copy of block i is bad, or None; a good copy goes to
-        ``take(i, frame)``, which must not keep it. No exception of the medium escapes.
+        ``take(i, frame)`` is given a private copy of block i, which it must not keep, and returns
+        why it is bad, or None. A bad one is read again another way, and taken again. No exception
+        of the medium escapes.
         """
         done = 0
         try:
             while done < len(keys):
                 with self._using():
-                    result = self._read_batch(keys, done, check, take)
+                    result = self._read_batch(keys, done, take)
                 done = result.count
                 if result.fault is not None:
                     return result
@@ -326,8 +326,7 @@ class SsdTier:
         self,
         keys: Sequence[BlockKey],
         first: int,
-        check: Callable[[int, memoryview], str | None],
-        take: Callable[[int, memoryview], None],
+        take: Callable[[int, memoryview], str | None],
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         size = self.options.frame_bytes
@@ -342,16 +341,15 @@ class SsdTier:
             for i, data, page in zip(range(first, stop), found, pages, strict=True):
                 if data is None:
                     return ReadResult(i, "missing")
-                fault = self._read_at(page, frame) or check(i, frame) if page else "unhinted"
+                fault = self._read_at(page, frame) or take(i, frame) if page else "unhinted"
                 if fault is not None:
                     value = txn.get(keys[i], db=self._pay)
                     if value is None or len(value) != size:
                         return ReadResult(i, "missing" if value is None else "header")
                     frame[:] = value
-                    fault = check(i, frame)
+                    fault = take(i, frame)
                 if fault is not None:
                     return ReadResult(i, fault)
-                take(i, frame)
         return ReadResult(stop, None)
 
     @staticmethod

@@ -1,7 +1,8 @@
 /* kvstore native kernels: the C contract. Comments here are the manual.
  *
  * No function allocates, keeps state, prints or exits; every one may run in any thread. A function
- * that returns a code returns KVSTORE_OK or a negative one, and then its outputs are untouched. */
+ * that returns a code returns KVSTORE_OK or a negative one, and then its outputs are untouched, but
+ * for ERR_SUM. */
 #ifndef KVSTORE_NATIVE_H
 #define KVSTORE_NATIVE_H
 
@@ -25,7 +26,8 @@ enum {
     KVSTORE_ERR_OVERLAP = -8,      /* an output shares bytes with another buffer */
     KVSTORE_ERR_LEVEL = -9,        /* this processor or this library does not have the level */
     KVSTORE_ERR_ALIGN = -10,       /* a codec is not aligned to 64 bytes */
-    KVSTORE_ERR_INDEX = -11        /* an entry or a page that does not exist */
+    KVSTORE_ERR_INDEX = -11,       /* an entry or a page that does not exist */
+    KVSTORE_ERR_SUM = -12          /* the bytes do not have the sum: outputs hold anything */
 };
 
 /* Element types of the wide side. Native byte order; no alignment is needed. */
@@ -173,6 +175,50 @@ int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entri
  * NULL or LEVEL. */
 int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
                          size_t block_tokens, int level, uint8_t *digests);
+
+/* XXH3 of 64 bits, with seed 0 and the default secret: the checksum of docs/format.md, section 4.
+ *
+ * data   in:  bytes, at any address.
+ * level  at most kvstore_level().
+ * sum    out.
+ *
+ * Returns OK, NULL or LEVEL. */
+int kvstore_xxh3_64(const void *data, size_t bytes, int level, uint64_t *sum);
+
+/* A piece of a part, as stored, and where it goes. docs/format.md, section 4.
+ *
+ * Without a codec it is a plane, and its rows are copied: row_values are bytes then. With one it is
+ * two planes, all codes of a unit and then all its scales, and they are unpacked as by
+ * kvstore_unpack. A piece lies in `units` units of `rows` rows; those of the target follow each
+ * other. Pieces that follow each other and have equally many units take turns: the first unit of
+ * each, then the second of each, and so on. */
+struct kvstore_piece {
+    const struct kvstore_codec *codec; /* or null */
+    size_t units, rows, row_values;
+    void *target; /* [units * rows]: row r starts target_stride * r bytes behind it */
+    ptrdiff_t target_stride;
+};
+
+/* Verify a part and hand out its pieces in the same pass: every byte is in the nearest cache, or in
+ * a register, when its turn comes to be summed.
+ *
+ * part            in:  the bytes of all pieces, in the order of that structure.
+ * sum             what kvstore_xxh3_64 of the part must be.
+ * pieces          in:  [count]; the targets are out. They are apart from the part and from each
+ *                 other. Rows of two targets may interleave if their strides have one magnitude.
+ * level           at most kvstore_level(); unpacking has that of its codec.
+ * streamed_bytes  targets that take at least so much together are written past the cache.
+ *
+ * Copied bytes are read once, and what is summed is what was written: a part that somebody changes
+ * meanwhile is not handed out as whole. Bytes to unpack are read twice, so such a part must not
+ * change.
+ *
+ * Returns OK, SUM, SHAPE (the pieces are not part_bytes long, or a row is none of its codec), NULL,
+ * STRIDE, OVERLAP or LEVEL. After SUM the targets hold anything, and nothing beside them changed.
+ * Checking takes count^2 / 2 comparisons. */
+int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
+                      const struct kvstore_piece *pieces, size_t count, int level,
+                      size_t streamed_bytes);
 
 /* cffi: end */
 

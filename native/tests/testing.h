@@ -15,6 +15,7 @@ void test_chain(void);
 void test_codec(void);
 void test_fp4(void);
 void test_fp8(void);
+void test_part(void);
 
 #define EXPECT(condition)                                                                  \
     do {                                                                                   \
