@@ -54,7 +54,7 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/.test: $(SOURCES) | $(VENV)/bin/pip
-	$(BIN)/pip install -q -c constraints.txt -e ".[transformers,dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[transformers,conformance,dev]"
 	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
 	@touch $@ $(VENV)/.demo
 
