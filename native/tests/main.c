@@ -9,6 +9,7 @@ int main(void) {
         printf("level %d\n", test_level);
         test_fp4();
         test_fp8();
+        test_gather();
     }
     return 0;
 }
