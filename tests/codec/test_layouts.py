@@ -184,6 +184,39 @@ def test_the_frame_of_a_block_is_packed_and_unpacked_where_it_lies() -> None:
     assert np.array_equal(blank, at_rest)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES])
+@pytest.mark.parametrize(
+    ("entry_format", "global_scale"), [("nvfp4", 1.0), ("nvfp4", 0.37), ("mxfp4", 1.0)]
+)
+def test_rows_written_past_the_cache_are_those_written_through_it(
+    entry_format: str, global_scale: float, dtype: str
+) -> None:
+    rule = native.UNPACKING_RULES[entry_format]
+    level = native.default_level()
+    through, past = (
+        native.prepare(entry_format, rule, dtype, global_scale, level, streamed_bytes)
+        for streamed_bytes in (2**62, 0)
+    )
+    values = 3 * 32 + FORMATS[entry_format].scale_block
+    widths = FORMATS[entry_format].planes(values)
+    row_bytes = values * np.dtype(DTYPES[dtype]).itemsize
+    planes = [np.random.default_rng(0).integers(0, 256, (5, width), np.uint8) for width in widths]
+    rows = [native.Rows(plane.ctypes.data, plane.shape[1]) for plane in planes]
+    for offset in (0, 1, 2, 4, 8, 16, 24, 32, 48):
+        for stride in (row_bytes, row_bytes + 8, row_bytes + 32):
+            written = []
+            for codec in (through, past):
+                memory = np.full(5 * stride + 192, REDZONE, np.uint8)
+                start = -memory.ctypes.data % 64 + offset
+                out = native.Rows(memory.ctypes.data + start, stride)
+                codec.unpack(rows[0], rows[1], out, rows=5, row_values=values)
+                view = memory[start : start + 5 * stride].reshape(5, stride)
+                written.append(view[:, :row_bytes].copy())
+                view[:, :row_bytes] = REDZONE
+                assert (memory == REDZONE).all()
+            assert np.array_equal(written[0], written[1])
+
+
 # What overlaps is refused, by C itself.
 
 
