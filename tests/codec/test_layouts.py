@@ -134,6 +134,31 @@ def test_rows_of_every_layout_are_those_of_a_plain_call(
     assert (rest_of(buffer, target) == REDZONE).all()
 
 
+@pytest.mark.parametrize("spaced", ["values", "codes", "scales"])
+@pytest.mark.parametrize(("entry_format", "rule"), RULES)
+def test_rows_are_apart_where_only_one_plane_has_gaps(
+    entry_format: str, rule: str, spaced: str
+) -> None:
+    # Rows that follow each other in all planes are one long row; these are not.
+    plain = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    widths = FORMATS[entry_format].planes(96)
+    source, codes, scales = (
+        place((5, width), dtype, (0, [itemsize * width + 4 * (name == spaced), itemsize]))[1]
+        for name, width, dtype, itemsize in (
+            ("values", 96, np.float32, 4),
+            ("codes", widths[0], np.uint8, 1),
+            ("scales", widths[1], np.uint8, 1),
+        )
+    )
+    source[...] = plain
+    fp4.pack(source, entry_format, scale_rule=rule, out=(codes, scales))
+    expected = fp4.pack(plain, entry_format, scale_rule=rule)
+    assert np.array_equal(codes, expected[0])
+    assert np.array_equal(scales, expected[1])
+    fp4.unpack(codes, scales, entry_format, dtype="float32", out=source)
+    assert np.array_equal(source, fp4.unpack(*expected, entry_format, dtype="float32"))
+
+
 def test_the_frame_of_a_block_is_packed_and_unpacked_where_it_lies() -> None:
     layout = kvstore.layout("deepseek-v4.1-flash")
     frames = FrameFormat(layout, 128)
