@@ -162,6 +162,13 @@ def test_v41_divides_by_its_scale() -> None:
         assert case["divided"] != case["multiplied"]
 
 
+def test_torchao_divides_by_6_and_then_by_the_global_scale() -> None:
+    block = np.zeros(16, np.float32)
+    block[3] = float.fromhex("0x1.2deb86p-4")
+    _, scales = fp4.pack(block, "nvfp4", scale_rule="torchao", global_scale=0.37)
+    assert scales.tolist() == [0x11]  # divided by their product it is a tie, which takes 0x10
+
+
 @pytest.mark.parametrize("case", GOLDEN["vectors"], ids=lambda case: case["name"])
 def test_golden_vectors_stay_what_they_are(case: dict[str, object]) -> None:
     values = np.array([float(text) for text in str(case["values"]).split()], np.float32)
