@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import xxhash
@@ -40,11 +40,15 @@ _TARGET, _STRIDE = (native.PIECE_FIELDS.index(name) for name in ("target", "targ
 _BYTES = ("uint8",)
 _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
+_IS_PACKED = 2
+_FLAGS = struct.Struct("<6xH")
+_ERROR = struct.Struct("<f")
 HEADER_BYTES = _HEADER.size
 CHECKED_BYTES = HEADER_BYTES - 8
 """The header checksum covers what precedes it in the header, and all up to the payload."""
 RESERVED_BYTES = 32
-"""Room for a nonce (12) and a tag (16) of authenticated encryption, zero until there is some."""
+"""Room for a nonce (12) and a tag (16) of authenticated encryption, zero until there is some; then
+what packing lost."""
 
 assert HEADER_BYTES == 112, "docs/format.md promises a 112-byte header"
 
@@ -62,6 +66,10 @@ class Header:
     sequence: int
     has_images: bool = False
     """An image touches the block, so its hash does not follow from its token ids alone."""
+    is_packed: bool = False
+    """The payload is packed at rest: the engine's entries are what it unpacks to."""
+    error: float = 0.0
+    """Relative error of packing the block, also where it was too much and the block is lossless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,93 @@ def head_sum(frame: bytes | bytearray | memoryview) -> int:
     return found
 
 
+class Frames(Protocol):
+    """What knows the frames of a store: blocks to frames and back, in the engine's form."""
+
+    @property
+    def layout(self) -> Layout:
+        """The engine's layout."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def entries(self) -> Mapping[str, int]:
+        """Entries of a block, by group."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a block in the engine's form."""
+        ...
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the largest frame."""
+        ...
+
+    def encode(
+        self,
+        header: Header,
+        tokens: NDArray[np.uint32],
+        entries: Mapping[str, NDArray[np.uint8]],
+        block: int,
+    ) -> bytearray:
+        """Return the frame of the ``block``-th whole block in ``entries``."""
+        ...
+
+    def header(self, frame: memoryview) -> Header | None:
+        """Return the header, or None if these bytes are no intact head."""
+        ...
+
+    def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
+        """Return a copy of the block's token ids."""
+        ...
+
+    def head_fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the head of the block asked for, or None."""
+        ...
+
+    def fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the block asked for, payload included, or None."""
+        ...
+
+    def is_payload_intact(self, frame: memoryview) -> bool:
+        """Say whether the payload matches its checksums."""
+        ...
+
+    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
+        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
+        ...
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
+        """Return what ``scatter`` takes as the place of entries."""
+        ...
+
+    def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
+        """Hand out a payload, verified on the way; return what is wrong with it, or None."""
+        ...
+
+    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
+        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""
+        ...
+
+
 class FrameFormat:
     """The frame of one layout at one block size.
 
@@ -138,8 +233,11 @@ class FrameFormat:
         ``frame_bytes`` bytes.
     """
 
-    def __init__(self, layout: Layout, block_tokens: int) -> None:
-        """Lay out a block. Raises ``ConfigError`` if its entries would not be whole."""
+    def __init__(self, layout: Layout, block_tokens: int, *, is_packed: bool = False) -> None:
+        """Lay out a block. Raises ``ConfigError`` if its entries would not be whole.
+
+        ``is_packed`` frames say that their layout is not the engine's (kvstore/packing.py).
+        """
         is_number = isinstance(block_tokens, int) and not isinstance(block_tokens, bool)
         if not is_number or not 1 <= block_tokens < 2**32 or block_tokens % layout.alignment:
             msg = (
@@ -149,6 +247,7 @@ class FrameFormat:
             raise ConfigError(msg)
         self.layout = layout
         self.block_tokens = block_tokens
+        self.is_packed = is_packed
         self.entries = {
             group.name: block_tokens // group.tokens_per_entry for group in layout.global_groups
         }
@@ -248,15 +347,16 @@ class FrameFormat:
             *(
                 _MAGIC,
                 FORMAT_VERSION,
-                _HAS_IMAGES * header.has_images,
+                _HAS_IMAGES * header.has_images | _IS_PACKED * self.is_packed,
                 header.block_tokens,
                 header.number,
                 header.namespace_id,
             ),
-            *(self.part_count, header.payload_bytes, header.block_hash, header.parent_hash),
+            *(self.part_count, self.payload_bytes, header.block_hash, header.parent_hash),
             header.sequence,
         )
         _HEADER.pack_into(frame, 0, *fields, 0)
+        _ERROR.pack_into(frame, self.payload_offset - _ERROR.size, header.error)
         struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(view))
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
@@ -294,7 +394,9 @@ class FrameFormat:
             found,
         ) = _HEADER.unpack_from(frame)
         expected = (_MAGIC, FORMAT_VERSION, self.block_tokens, self.part_count, self.payload_bytes)
-        if (magic, version, block_tokens, parts, size) != expected or flags & ~_HAS_IMAGES:
+        if (magic, version, block_tokens, parts, size) != expected:
+            return None
+        if flags & ~_HAS_IMAGES != _IS_PACKED * self.is_packed:
             return None
         if found != self._head_sum(frame):
             return None
@@ -307,7 +409,18 @@ class FrameFormat:
             parent_hash=parent,
             sequence=seq,
             has_images=bool(flags & _HAS_IMAGES),
+            is_packed=self.is_packed,
+            error=_ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0],
         )
+
+    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
+        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
+        return self.is_packed, _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0]
+
+    @staticmethod
+    def is_marked_packed(frame: bytes | bytearray | memoryview) -> bool:
+        """Say whether a frame's flag marks it as packed. Nothing is checked."""
+        return len(frame) >= HEADER_BYTES and bool(_FLAGS.unpack_from(frame)[0] & _IS_PACKED)
 
     def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
         """Return a copy of the block's token ids."""
@@ -382,7 +495,7 @@ class FrameFormat:
         Raises:
             ValueError: naming what was found and what was expected.
         """
-        return self._target(entries, {}, dict.fromkeys(self.entries, _BYTES))
+        return self.mixed_target(entries, {})
 
     def values_target(self, values: Mapping[str, Array]) -> Target:
         """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.
@@ -398,15 +511,24 @@ class FrameFormat:
             ValueError: naming what was found and what was expected.
             ConfigError: for a format without a codec.
         """
+        return self.mixed_target({}, values)
+
+    def mixed_target(
+        self, entries: Mapping[str, NDArray[np.uint8]], values: Mapping[str, Array]
+    ) -> Target:
+        """Return a target of numbers for the groups in ``values``, of entries for the others.
+
+        Shapes and errors as :meth:`values_target` and :meth:`entries_target`.
+        """
+        dtypes: dict[str, Sequence[str]] = dict.fromkeys(self.entries, _BYTES)
         codecs: dict[str, native.Prepared] = {}
-        dtypes: dict[str, Sequence[str]] = {}
-        for group in self.layout.global_groups:
-            codec = codec_for(group)
-            dtypes[group.name] = (codec.dtype,) if isinstance(codec, RawCodec) else FLOATS
+        for name, array in values.items():
+            codec = codec_for(self.layout.group(name))
+            dtypes[name] = (codec.dtype,) if isinstance(codec, RawCodec) else FLOATS
             if isinstance(codec, PackedCodec):
-                view = host_view(values[group.name], f"group {group.name!r}", FLOATS)
-                codecs[group.name] = codec.kernel.prepared(view.dtype)
-        return self._target(values, codecs, dtypes)
+                view = host_view(array, f"group {name!r}", FLOATS)
+                codecs[name] = codec.kernel.prepared(view.dtype)
+        return self._target({**entries, **values}, codecs, dtypes)
 
     def _target(
         self,

@@ -21,7 +21,7 @@ from kvstore.cache.owner import namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.prefix import Prefix
 from kvstore.errors import StoreError
-from kvstore.frame import FrameFormat, Header
+from kvstore.frame import Frames, Header
 from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.replay import WindowSnapshot
@@ -47,7 +47,7 @@ class SharedTiers(OpenStore):
     def __init__(
         self,
         *,
-        frame_format: FrameFormat,
+        frame_format: Frames,
         ssd: SsdTier,
         window: WindowPool,
         open_device: Callable[[], DeviceTier],
@@ -414,7 +414,7 @@ class SharedTiers(OpenStore):
         began = time.perf_counter()
         result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right)
         with self.context.lock:
-            self.metrics.read_bytes += result.count * self.format.frame_bytes
+            self.metrics.read_bytes += result.frame_bytes
             self.metrics.read_seconds += time.perf_counter() - began
         if result.fault is not None:
             self._discard(prefix, first + result.count, result.fault)

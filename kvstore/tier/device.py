@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.codec import codec_for
 from kvstore.errors import CapacityError, ConfigError
-from kvstore.frame import FrameFormat
+from kvstore.frame import Frames
 from kvstore.layout import LayerGroup
 
 
@@ -33,7 +33,7 @@ class DeviceTier:
 
     name = "device"
 
-    def __init__(self, frame_format: FrameFormat, capacity_bytes: int, device: str) -> None:
+    def __init__(self, frame_format: Frames, capacity_bytes: int, device: str) -> None:
         """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there.
 
         They are made outside inference mode whoever asks, so that anyone may write them.

@@ -1,6 +1,6 @@
 """The SSD tier: frames in LMDB, one transaction for metadata, payload and age.
 
-It knows keys, records and frames of one size. It knows no index, no policy and no namespace's
+It knows keys, records and frames. It knows no index, no policy and no namespace's
 meaning. The design and every figure behind it is docs/decisions/0009; docs/format.md, section 5,
 is normative for what lies on disk.
 
@@ -52,6 +52,9 @@ MINIMUM_BLOCKS = 8
 """A store that cannot hold this many blocks is refused: it would only evict. docs/decisions/0009."""
 _HIGH, _LOW = 0.92, 0.88
 """Watermarks as shares of the cap: uniform values fill 97 % without MapFull. docs/decisions/0009."""
+_MIXED_HIGH, _MIXED_LOW = 0.85, 0.81
+"""The same where frames differ in size: free space comes in pieces then, 85 % is safe and 90 % fails
+in 5 % of commits. docs/decisions/0016."""
 _SPARE_COMMITS = 3
 """Pages freed in a transaction come back two later: room for that many full commits."""
 _TREE_PAGES_PER_BLOCK = 3
@@ -69,7 +72,9 @@ _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
 _RECORD = struct.Struct("<16sIIQQdIIQ")
 _SEQUENCE = struct.Struct(">Q")
-_PINNED = 1
+_PINNED, _PACKED = 1, 2
+_ERROR_SHIFT = 16
+"""The upper half of a record's flags is the error, as float16."""
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -89,14 +94,19 @@ class Record:
     """Wall-clock second, 0 for never."""
     frame_bytes: int = 0
     is_pinned: bool = False
+    is_packed: bool = False
+    error: float = 0.0
+    """What packing lost, as the frame says; here with the precision of float16."""
     head_sum: int = 0
     """Checksum of the frame's head, which covers the checksums of its parts."""
 
     def pack(self) -> bytes:
         """Return the record as stored."""
+        flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
+        flags |= int(np.float16(self.error).view(np.uint16)) << _ERROR_SHIFT
         return _RECORD.pack(
             *(self.parent, self.number, self.namespace_id, self.sequence, self.page),
-            *(self.expires, self.frame_bytes, _PINNED * self.is_pinned, self.head_sum),
+            *(self.expires, self.frame_bytes, flags, self.head_sum),
         )
 
     @classmethod
@@ -114,6 +124,8 @@ class Record:
             expires=0.0 if math.isnan(expires) else expires,
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
+            is_packed=bool(flags & _PACKED),
+            error=float(np.uint16(flags >> _ERROR_SHIFT).view(np.float16)),
             head_sum=head,
         )
 
@@ -133,6 +145,8 @@ class ReadResult:
 
     count: int
     fault: str | None
+    frame_bytes: int = 0
+    """Of the good blocks, together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +155,13 @@ class SsdOptions:
 
     capacity_bytes: int
     frame_bytes: int
+    """Of the largest frame."""
     format_text: str
     """JSON that describes the layout; equal for every open of one store."""
     role: Literal["auto", "owner", "reader"] = "auto"
     preallocate: bool = False
+    is_mixed: bool = False
+    """Frames differ in size."""
 
 
 def pages_of(frame_bytes: int) -> int:
@@ -195,8 +212,9 @@ class SsdTier:
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
         self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
-        self.high_bytes = min(int(_HIGH * self.capacity_bytes), self.capacity_bytes - spare)
-        self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
+        high, low = (_MIXED_HIGH, _MIXED_LOW) if options.is_mixed else (_HIGH, _LOW)
+        self.high_bytes = min(int(high * self.capacity_bytes), self.capacity_bytes - spare)
+        self.low_bytes = max(0, self.high_bytes - int((high - low) * self.capacity_bytes))
         self._env = env
         self._lock_fd = lock_fd
         self._file = os.open(path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
@@ -220,8 +238,13 @@ class SsdTier:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes in the file."""
+        """Bytes that the largest block takes in the file."""
         return pages_of(self.options.frame_bytes) * PAGE_BYTES
+
+    @staticmethod
+    def stored_bytes(frame: bytes | bytearray) -> int:
+        """Return the bytes that a frame takes in the file."""
+        return pages_of(len(frame)) * PAGE_BYTES
 
     @property
     def live_bytes(self) -> int:
@@ -310,17 +333,17 @@ class SsdTier:
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
         of the medium escapes.
         """
-        done = 0
+        done = size = 0
         try:
             while done < len(keys):
                 with self._using():
                     result = self._read_batch(keys, done, take)
-                done = result.count
+                done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
-                    return result
+                    return replace(result, frame_bytes=size)
         except (lmdb.Error, OSError):
-            return ReadResult(done, "io")
-        return ReadResult(done, None)
+            return ReadResult(done, "io", size)
+        return ReadResult(done, None, size)
 
     def _read_batch(
         self,
@@ -329,34 +352,38 @@ class SsdTier:
         take: Callable[[int, memoryview], str | None],
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
-        size = self.options.frame_bytes
-        frame = self._frame_buffer()
+        buffer, read = self._frame_buffer(), 0
         with self._env.begin(buffers=True) as txn:
             found = [txn.get(keys[i], db=self._meta) for i in range(first, stop)]
-            pages = [self._hint(data) for data in found]
-            for page in pages:
+            hints = [self._hint(data) for data in found]
+            for page, size in hints:
                 if page:
                     offset = page * PAGE_BYTES
                     os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
-            for i, data, page in zip(range(first, stop), found, pages, strict=True):
+            for i, data, (page, size) in zip(range(first, stop), found, hints, strict=True):
                 if data is None:
-                    return ReadResult(i, "missing")
+                    return ReadResult(i, "missing", read)
+                frame = buffer[:size]
                 fault = self._read_at(page, frame) or take(i, frame) if page else "unhinted"
                 if fault is not None:
                     value = txn.get(keys[i], db=self._pay)
-                    if value is None or len(value) != size:
-                        return ReadResult(i, "missing" if value is None else "header")
+                    if value is None or len(value) > len(buffer):
+                        return ReadResult(i, "missing" if value is None else "header", read)
+                    frame = buffer[: len(value)]
                     frame[:] = value
                     fault = take(i, frame)
                 if fault is not None:
-                    return ReadResult(i, fault)
-        return ReadResult(stop, None)
+                    return ReadResult(i, fault, read)
+                read += len(frame)
+        return ReadResult(stop, None, read)
 
-    @staticmethod
-    def _hint(data: bytes | memoryview | None) -> int:
-        """Return the page that a record names, 0 for none and for what no file has."""
+    def _hint(self, data: bytes | memoryview | None) -> tuple[int, int]:
+        """Return the page that a record names and the size there; 0 for what no file has."""
         record = None if data is None else Record.unpack(data)
-        return record.page if record is not None and record.page < _LAST_PAGE else 0
+        if record is None or record.page >= _LAST_PAGE:
+            return 0, 0
+        is_sane = 0 < record.frame_bytes <= self.options.frame_bytes
+        return record.page if is_sane else 0, record.frame_bytes
 
     def _read_at(self, page: int, frame: memoryview) -> str | None:
         try:
