@@ -328,10 +328,11 @@ class SharedTiers(OpenStore):
             self.context.count_drop("reader", count)
             return Stored(start, 0, count)
         first = start // self.block_tokens
+        source = self.format.entries_source(entries)
 
         def encode(header: Header) -> bytearray:
             ids = prefix.block_ids(header.number)
-            return self.format.encode(header, ids, entries, header.number - first)
+            return self.format.encode(header, ids, source, header.number - first)
 
         taken = self.owned.store(
             prefix, namespace, encode, first, wait=wait, ttl=ttl, is_pinned=is_pinned

@@ -299,11 +299,11 @@ def prepare(
 
 _ALIGNMENT = 64
 
-PIECE_FIELDS = ("codec", "units", "rows", "row_values", "target", "target_stride")
+PIECE_FIELDS = ("codec", "units", "rows", "row_values", "place", "place_stride")
 """Columns of a table of pieces: an int64 array whose rows are each a ``struct kvstore_piece``.
 
 An array, because to make objects takes longer than to copy what they name. ``codec`` is 0 or the
-address of a :class:`Prepared`, ``target`` an address.
+address of a :class:`Prepared`, ``place`` an address.
 """
 assert ffi.sizeof("struct kvstore_piece") == 8 * len(PIECE_FIELDS), "kvstore needs 64-bit addresses"
 
@@ -327,7 +327,7 @@ def read_parts(
     """Hand out the parts of some memory, each verified in the same pass; say whether all sums hold.
 
     ``sums`` are those that the parts must have; ``pieces`` are a table of ``PIECE_FIELDS``. The first
-    part with another sum ends it: its targets hold anything then, and those behind it what they did.
+    part with another sum ends it: its places hold anything then, and those behind it what they did.
 
     Raises:
         ValueError: for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
@@ -338,11 +338,8 @@ def read_parts(
     start = ffi.from_buffer("uint8_t[]", memory)
     table = ffi.from_buffer("struct kvstore_piece[]", pieces)
     number = LEVELS[level or default_level()]
-    size, rows = len(start), len(table)
-    for part, expected in zip(parts, sums, strict=True):
-        begin, stop, first, last = part
-        if not (0 <= begin <= stop <= size and 0 <= first <= last <= rows):
-            raise ValueError(f"{part} lies outside {size} bytes or {rows} pieces")
+    _check_parts(parts, len(start), len(table))
+    for (begin, stop, first, last), expected in zip(parts, sums, strict=True):
         code = lib.kvstore_read_part(
             start + begin,
             stop - begin,
@@ -356,6 +353,40 @@ def read_parts(
             return False
         _check(code)
     return True
+
+
+def write_parts(
+    memory: bytearray,
+    parts: Sequence[Part],
+    pieces: NDArray[np.int64],
+    level: str | None = None,
+) -> list[int]:
+    """Take the parts of some memory in, each summed in the same pass; return the sums.
+
+    Raises:
+        ValueError: for any code but KVSTORE_OK.
+
+    Threads and cost as :func:`read_parts`.
+    """
+    start = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
+    table = ffi.from_buffer("struct kvstore_piece[]", pieces)
+    number = LEVELS[level or default_level()]
+    found = ffi.new("uint64_t[]", len(parts))
+    _check_parts(parts, len(start), len(table))
+    for at, (begin, stop, first, last) in enumerate(parts):
+        _check(
+            lib.kvstore_write_part(
+                start + begin, stop - begin, table + first, last - first, number, found + at
+            )
+        )
+    return list(found)
+
+
+def _check_parts(parts: Sequence[Part], size: int, rows: int) -> None:
+    for part in parts:
+        begin, stop, first, last = part
+        if not (0 <= begin <= stop <= size and 0 <= first <= last <= rows):
+            raise ValueError(f"{part} lies outside {size} bytes or {rows} pieces")
 
 
 def xxh3_64(data: memoryview, level: str | None = None) -> int:
