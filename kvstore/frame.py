@@ -9,6 +9,7 @@ docs/format.md, section 4, is normative for every byte written here.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +44,7 @@ _IS_PACKED = 2
 _FLAGS = struct.Struct("<6xH")
 _ERROR = struct.Struct("<f")
 HEADER_BYTES = _HEADER.size
+_HASHES_OFFSET = 32
 CHECKED_BYTES = HEADER_BYTES - 8
 """The header checksum covers what precedes it in the header, and all up to the payload."""
 RESERVED_BYTES = 32
@@ -98,6 +100,10 @@ class Places:
         table = self._table.copy()
         table[:, _PLACE] += block * self._steps
         return table
+
+    def reader(self, shape: native.FrameShape) -> native.FrameReader:
+        """Return what reads frames of a shape to these places."""
+        return native.FrameReader(shape, self._parts, self._table, self._steps, self.blocks)
 
 
 def _unit(entries: int) -> int:
@@ -188,6 +194,10 @@ class Frames(Protocol):
 
     def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
         """Return what ``scatter`` takes as the place of entries."""
+        ...
+
+    def reader(self, target: Any) -> native.FrameReader | None:
+        """Return what reads many frames to a target at once, or None if they are not of one kind."""
         ...
 
     def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
@@ -415,6 +425,23 @@ class FrameFormat:
         sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
         is_good = native.read_parts(frame, target._parts, sums, target.pieces(block))  # noqa: SLF001
         return None if is_good else "checksum"
+
+    def reader(self, target: Places) -> native.FrameReader | None:
+        """Return what reads many frames from a file to a target at once.
+
+        It takes a frame for good exactly if :meth:`head_fault` and :meth:`scatter` find no fault.
+        None on a machine whose integers are not those of a frame.
+        """
+        if sys.byteorder != "little":
+            return None
+        head = _HEADER.pack(
+            *(_MAGIC, FORMAT_VERSION, _IS_PACKED * self.is_packed, self.block_tokens, 0, 0),
+            *(self.part_count, self.payload_bytes, b"", b"", 0, 0),
+        )
+        shape = native.FrameShape(
+            self.frame_bytes, self.block_tokens, self.payload_offset, head[:_HASHES_OFFSET]
+        )
+        return target.reader(shape)
 
     def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
         """Return a target of entries as they are stored.

@@ -195,6 +195,9 @@ class PackingFormat:
         numbers = {name: entries[name].view(dtype) for name, (_, dtype) in self._codecs.items()}
         return PackingTarget(self.packed.mixed_target(entries, numbers), lossless)
 
+    def reader(self, target: PackingTarget) -> None:
+        """Return None: frames of two kinds are read one by one."""
+
     def scatter(self, frame: memoryview, target: PackingTarget, block: int) -> str | None:
         """Hand out a frame's payload, unpacked if need be; as :meth:`FrameFormat.scatter`."""
         found = self._of(frame)

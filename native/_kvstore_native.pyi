@@ -149,6 +149,21 @@ class Lib:
         total: CData,
         /,
     ) -> int: ...
+    def kvstore_read_frames(
+        self,
+        frames: CData,
+        file: int,
+        offsets: CData,
+        count: int,
+        hashes: CData,
+        ids: CData,
+        first_block: int,
+        buffer: CData,
+        level: int,
+        streamed_bytes: int,
+        done: CData,
+        /,
+    ) -> int: ...
 
 ffi: FFI
 lib: Lib

@@ -79,6 +79,14 @@ class Prefix:
         """Token ids of block ``number``."""
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
 
+    def run_of_hashes(self, first: int, count: int) -> bytes:
+        """Hash of the parent of block ``first``, then of it and the blocks behind it, end to end."""
+        return b"".join([self.parent_hash(first), *self.hashes[first : first + count]])
+
+    def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:
+        """Token ids of ``count`` blocks from ``first`` on."""
+        return self.tokens[first * self.block_tokens : (first + count) * self.block_tokens]
+
     def has_images(self, number: int) -> bool:
         """Say whether an image touches block ``number``."""
         start, stop = number * self.block_tokens, (number + 1) * self.block_tokens

@@ -233,6 +233,43 @@ int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
 int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_piece *pieces,
                        size_t count, int level, uint64_t *sum);
 
+/* Where a part lies in a frame, and which pieces it is. */
+struct kvstore_frame_part {
+    size_t start, stop, first, last;
+};
+
+/* Frames of one format, and the places of their payloads: docs/format.md, section 4. */
+struct kvstore_frames {
+    size_t frame_bytes, block_tokens, payload_offset;
+    uint8_t head[32]; /* how a frame begins; its number, namespace and whether it has images are any */
+    const struct kvstore_frame_part *parts;
+    size_t part_count;
+    const struct kvstore_piece *pieces; /* with the places of block 0 */
+    const ptrdiff_t *steps; /* from a piece's place to that of the next block, in bytes */
+    struct kvstore_piece *scratch; /* [piece_count], for one call at a time */
+    size_t piece_count;
+};
+
+/* Read frames from a file and hand their payloads out, each verified; stop at the first that is not
+ * exactly what was asked for.
+ *
+ * file         a descriptor to pread from.
+ * offsets      in:  [count], where the frames lie in it.
+ * hashes       in:  [count + 1, 32]: the hash of the parent of the first block, then of each block.
+ * ids          in:  [count, block_tokens], the token ids of the blocks.
+ * first_block  number of the first block's place.
+ * buffer       [frame_bytes], for one call at a time.
+ * done         out: how many frames were good; the place of the one behind them holds anything.
+ *
+ * A frame is good if its head begins as `head` and has those hashes and ids and its own sum, and
+ * kvstore_read_part finds each of its parts good.
+ *
+ * Returns OK, SHAPE, NULL, STRIDE, OVERLAP or LEVEL. */
+int kvstore_read_frames(const struct kvstore_frames *format, int file, const int64_t *offsets,
+                        size_t count, const uint8_t *hashes, const uint32_t *ids,
+                        size_t first_block, uint8_t *buffer, int level, size_t streamed_bytes,
+                        size_t *done);
+
 /* cffi: end */
 
 #endif
