@@ -23,7 +23,7 @@ from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_map_full
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -586,12 +586,22 @@ class OwnedSsd:
             uses, self._uses = self._uses, {}
         try:
             if uses:
-                self.ssd.put([], uses)
+                self._write_uses(uses)
             self.ssd.sync()
         except MEDIUM_ERRORS as error:
             self._note_write_error(error)
             msg = f"{self.ssd.path} cannot be synced: {error}; blocks stored lately may be lost"
             raise StoreError(msg) from error
+
+    def _write_uses(self, uses: Mapping[BlockKey, int]) -> None:
+        """Write recency down, or with a later commit where the map is full: no block depends on it."""
+        try:
+            self.ssd.put([], uses)
+        except MEDIUM_ERRORS as error:
+            if not is_map_full(error):
+                raise
+            with self._context.lock:
+                self._uses = {**uses, **self._uses}
 
     def close(self) -> None:
         """Commit what waits and stop the writer."""

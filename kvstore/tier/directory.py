@@ -5,6 +5,7 @@ It knows names, permissions and locks. It never opens the database.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -46,8 +47,11 @@ def prepare(path: Path) -> None:
     if path.exists() and not path.is_dir():
         msg = f"{path} is a file, expected a directory for the store; choose another path"
         raise ConfigError(msg)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in made:
+            _sync(folder.parent)
     except OSError as error:
         msg = f"{path} cannot be created: {error.strerror}; choose a path you can write to"
         raise ConfigError(msg) from error
@@ -134,6 +138,28 @@ def claim_format(path: Path, format_text: str) -> None:
         os.fsync(file.fileno())
     partial.chmod(0o600)
     partial.replace(version)
+    _sync(path)  # before there is a database: one without its VERSION is nobody's store
+
+
+def sync_names(path: Path) -> None:
+    """Make the names of a store's files, and its own, survive power loss: no sync of a file does."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Sync a directory, unless it is one that this user may not read or that knows no sync."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
 
 
 _SHOWN = 200

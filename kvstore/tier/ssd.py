@@ -13,6 +13,7 @@ through LMDB before they count as bad.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -231,7 +232,12 @@ class SsdTier:
         self._users = 0
         self._idle = threading.Condition()
         self._is_closed = False
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()
+        """Held through every write transaction: healing is no other's business."""
+        self._is_suspect = False
+        """Whether a commit or a sync failed, so that the last committed state may not reach the disk."""
+        self._is_lost = False
+        """Whether that could not be made up for: another commit might overwrite what is on the disk."""
         try:
             self._sys, self._meta, self._pay, self._age = (
                 *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
@@ -438,7 +444,7 @@ class SsdTier:
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
-        with self._writing, self._using(), self._env.begin(write=True, buffers=True) as txn:
+        with self._changing(buffers=True) as txn:
             for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
             for item in puts:
@@ -452,7 +458,7 @@ class SsdTier:
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 self._rewrite(txn, key, **fields)
 
@@ -486,7 +492,7 @@ class SsdTier:
             first += count
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
@@ -515,8 +521,49 @@ class SsdTier:
 
     def sync(self) -> None:
         """Make every commit so far survive power loss."""
-        with self._using():
-            self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+        with self._writing, self._using():
+            self._heal()
+            try:
+                self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
+                raise
+
+    @contextmanager
+    def _changing(self, *, buffers: bool = False) -> Iterator[Any]:
+        """Change the databases in one durable transaction, which returns views if ``buffers``."""
+        with self._writing, self._using():
+            self._heal()
+            try:
+                begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+                with begin(write=True, buffers=buffers) as txn:
+                    yield txn
+            except lmdb.MapFullError:  # before anything was written
+                self._env.reader_check()  # a killed reader keeps every page freed since it began
+                raise
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
+                raise
+
+    def _heal(self) -> None:
+        """After a commit or a sync that failed: bring the last committed state to the disk.
+
+        A kernel may count pages that it failed to write as written. What was not synced by then, the
+        last commit's meta page too, may never reach the disk, and a later sync that succeeds does
+        not mean that it did. One commit more overwrites nothing that the state on the disk needs,
+        and its sync brings all to the disk; two without a sync between them would. docs/decisions/0017.
+        """
+        if not self._is_suspect:
+            return
+        if self._is_lost:
+            raise OSError(
+                errno.EIO, "an earlier sync failed: nothing is written until it is reopened"
+            )
+        with self._env.begin(write=True) as txn:
+            txn.put(b"clean", b"0", db=self._sys)  # any change will do
+        self._is_lost = True
+        self._env.sync(True)  # noqa: FBT003
+        self._is_suspect = self._is_lost = False
 
     # ---- small facts in `sys` ------------------------------------------------------------------
 
@@ -541,7 +588,7 @@ class SsdTier:
 
     def set_fact(self, name: str, value: bytes) -> None:
         """Store a small named value durably."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -568,7 +615,7 @@ class SsdTier:
                 return
             self._idle.wait_for(lambda: self._users == 0, timeout=60)
             self._is_closed = True
-        if self.is_owner:
+        if self.is_owner and not self._is_suspect:  # else the next opening walks the tree
             with suppress(lmdb.Error):
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)
@@ -638,9 +685,14 @@ MEDIUM_ERRORS = (lmdb.Error, OSError)
 """What a medium can do to us. Everything else is a bug and is not caught as one of these."""
 
 
+def is_map_full(error: BaseException) -> bool:
+    """Say whether a write found no free page in the map: nothing was written, nothing failed."""
+    return isinstance(error, lmdb.MapFullError)
+
+
 def is_full(error: BaseException) -> bool:
     """Say whether evicting a little and trying again may help."""
-    return isinstance(error, lmdb.MapFullError) or "No space left" in str(error)
+    return is_map_full(error) or "No space left" in str(error)
 
 
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
@@ -728,6 +780,7 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
         env = _environment(path, options, is_owner=False)
         problem = _cut_off(path, env)
         if not problem:
+            env.reader_check()  # slots of killed readers: there are 512 in all
             return SsdTier(path, options, env, None)
     except MEDIUM_ERRORS as error:
         problem = str(error)
@@ -773,6 +826,7 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
         if problem:
             return None, problem
         env.reader_check()
+        directory.sync_names(path)
         tier = SsdTier(path, options, env, lock)
         stored = tier.fact("format")
         if stored is None:
