@@ -1,0 +1,117 @@
+"""How fast and how small the SSD tier is, beside the machine itself and beside other stores.
+
+Question: what do a durable store, a warm and a cold load, and a look-up cost, and what lies on disk?
+Method:   interleaved pairs in changing order, the median of the pairs' ratios. The same blocks for all,
+          64 a commit, each durable before the next; what is read is verified, in every figure.
+Peers:    a file per block, safetensors per block, SQLite, RocksDB, LMCache's local disk backend and
+          SGLang's file backend, each with the same sync per batch and the same checksum on reading.
+Bound:    pwrite + fdatasync of the same bytes; memcpy of them; O_DIRECT reads of the same blocks.
+Run:      python -m bench.ssd [fill steady warm cold] [--blocks N] [--pairs N] [--dir DIR] [--json]
+          Run nothing beside it. What each figure means is in docs/ssd.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import kvstore
+from bench import ssd_store
+from bench.paired import Row
+from kvstore.cli import progress_bar
+
+LAYOUTS = ("deepseek-v4.1-flash", "smollm2-135m")
+BLOCKS = 4096
+"""Of DeepSeek-V4.1-Flash: 467 MB, or as many bytes of another layout."""
+BLOCK_BYTES = 113_920
+"""Bytes of such a block. Source: docs/format.md, section 4."""
+PAIRS = 11
+
+StoreSection = Callable[[kvstore.Layout, int, Path, int, ssd_store.Advance], list[Row]]
+STORES: Mapping[str, StoreSection] = {
+    "fill": ssd_store.fill,
+    "steady": ssd_store.steady,
+    "warm": ssd_store.warm,
+    "cold": ssd_store.cold,
+}
+SECTIONS = tuple(STORES)
+
+
+def measure(
+    sections: Sequence[str], layouts: Sequence[str], blocks: int, pairs: int, folder: Path
+) -> list[Row]:
+    """Return the rows of the chosen sections."""
+    rows: list[Row] = []
+    for section in sections:
+        for name in layouts:
+            with progress_bar(f"{section}, {name}") as advance:
+                rows += STORES[section](
+                    kvstore.layout(name), blocks * BLOCK_BYTES, folder, pairs, advance
+                )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table, its header first."""
+    header = ["section", "what", "of", "", "unit", "beside", "", "ratio", "quartiles", "bar", ""]
+    cells = [header, *(_cells(row) for row in rows)]
+    numbers = {3, 6, 7, 9}
+    widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
+    return [
+        "  ".join(
+            text.rjust(width) if at in numbers else text.ljust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        *(row.section, row.what, row.of, f"{row.value:.2f}", row.unit, row.beside),
+        "" if row.bound is None else f"{row.bound:.2f}",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.low is None else f"{row.low:.2f} {row.high:.2f}",
+        "" if row.bar is None else f"{row.bar:g}",
+        row.note,
+    ]
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="size of a store")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(arguments)
+    unknown = sorted(set(chosen.sections) - set(SECTIONS))
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}, expected some of {', '.join(SECTIONS)}")
+    chosen.sections = chosen.sections or list(SECTIONS)
+    return chosen
+
+
+def main() -> None:
+    """Measure, and print a row per figure."""
+    chosen = options()
+    with tempfile.TemporaryDirectory(prefix="kvstore-ssd-", dir=chosen.dir) as name:
+        rows = measure(chosen.sections, chosen.layouts, chosen.blocks, chosen.pairs, Path(name))
+    if chosen.json:
+        json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
+        print()
+        return
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
