@@ -70,7 +70,9 @@ def speeds(mine: Sequence[float], theirs: Sequence[float], moved: int) -> dict[s
     The ratio is the median of the pairs' ratios, not the ratio of the medians.
     """
     ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    low, _, high = (
+        quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
+    )
     return {
         "value": moved / median(mine) / 1e9,
         "unit": "GB/s",

@@ -6,8 +6,9 @@ Method:   interleaved pairs in changing order, the median of the pairs' ratios. 
 Peers:    a file per block, safetensors per block, SQLite, RocksDB, LMCache's local disk backend and
           SGLang's file backend, each with the same sync per batch and the same checksum on reading.
 Bound:    pwrite + fdatasync of the same bytes; memcpy of them; O_DIRECT reads of the same blocks.
-Run:      python -m bench.ssd [fill steady warm cold] [--blocks N] [--pairs N] [--dir DIR] [--json]
-          Run nothing beside it. What each figure means is in docs/ssd.md.
+Run:      python -m bench.ssd [fill steady warm cold lookup open index peers] [--blocks N] [--pairs N]
+          [--dir DIR] [--lmcache-python PATH] [--sglang-python PATH] [--trace FILE] [--json]
+          [--svg FOLDER]. Run nothing beside it. What each figure means is in docs/ssd.md.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import kvstore
-from bench import ssd_store
+from bench import ssd_compare, ssd_index, ssd_store
 from bench.paired import Row
+from bench.ssd_compare import PeerRow
+from bench.ssd_peers import PEERS
 from kvstore.cli import progress_bar
 
 LAYOUTS = ("deepseek-v4.1-flash", "smollm2-135m")
@@ -39,21 +42,42 @@ STORES: Mapping[str, StoreSection] = {
     "warm": ssd_store.warm,
     "cold": ssd_store.cold,
 }
-SECTIONS = tuple(STORES)
+SECTIONS = (*STORES, "lookup", "open", "index", "peers")
 
 
-def measure(
-    sections: Sequence[str], layouts: Sequence[str], blocks: int, pairs: int, folder: Path
-) -> list[Row]:
-    """Return the rows of the chosen sections."""
+def measure(chosen: argparse.Namespace, folder: Path) -> list[Row]:
+    """Return the rows of the chosen sections, peers apart."""
     rows: list[Row] = []
-    for section in sections:
-        for name in layouts:
+    for section, work in STORES.items():
+        for name in chosen.layouts if section in chosen.sections else ():
             with progress_bar(f"{section}, {name}") as advance:
-                rows += STORES[section](
-                    kvstore.layout(name), blocks * BLOCK_BYTES, folder, pairs, advance
-                )
+                size = chosen.blocks * BLOCK_BYTES
+                rows += work(kvstore.layout(name), size, folder, chosen.pairs, advance)
+    if "lookup" in chosen.sections:
+        with progress_bar("lookup") as advance:
+            rows += ssd_index.lookup(chosen.lookup_blocks, folder, chosen.pairs, advance)
+    tree = ssd_index.read_tree(ssd_index.TREE)
+    if chosen.trace is not None:
+        tree = ssd_index.trace_tree(chosen.trace)
+    if "open" in chosen.sections:
+        with progress_bar("open") as advance:
+            rows += ssd_index.opening(chosen.open_blocks, tree, folder, chosen.pairs, advance)
+    if "index" in chosen.sections:
+        rows += ssd_index.memory(tree, chosen.trace.name if chosen.trace else "weka_48")
     return rows
+
+
+def measure_peers(chosen: argparse.Namespace, folder: Path) -> tuple[list[PeerRow], str]:
+    """Return a row for each peer, and how the page cache was dropped."""
+    pythons = dict.fromkeys(PEERS, Path(sys.executable))
+    for name, python in (("LMCache", chosen.lmcache_python), ("SGLang", chosen.sglang_python)):
+        pythons[name] = python or pythons[name]
+    with progress_bar("peers") as advance:
+        return ssd_compare.compare(
+            *(list(PEERS), pythons, chosen.blocks, BLOCK_BYTES),
+            min(chosen.pairs, ssd_compare.ROUNDS),
+            *(folder, advance),
+        )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -92,7 +116,13 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--lookup-blocks", type=int, default=ssd_index.LOOKUP_BLOCKS)
+    parser.add_argument("--open-blocks", type=int, default=ssd_index.OPEN_BLOCKS)
+    parser.add_argument("--trace", type=Path, help="whose segments to take; default: weka_48's")
+    parser.add_argument("--lmcache-python", type=Path, help="a Python that can import LMCache")
+    parser.add_argument("--sglang-python", type=Path, help="a Python that can import SGLang")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--svg", type=Path, help="write the chart of the peers to this folder")
     chosen = parser.parse_args(arguments)
     unknown = sorted(set(chosen.sections) - set(SECTIONS))
     if unknown:
@@ -104,13 +134,25 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, and print a row per figure."""
     chosen = options()
+    peers: list[PeerRow] = []
+    how = ""
     with tempfile.TemporaryDirectory(prefix="kvstore-ssd-", dir=chosen.dir) as name:
-        rows = measure(chosen.sections, chosen.layouts, chosen.blocks, chosen.pairs, Path(name))
+        rows = measure(chosen, Path(name))
+        if "peers" in chosen.sections:
+            peers, how = measure_peers(chosen, Path(name))
+    if chosen.svg is not None and peers:
+        chosen.svg.mkdir(parents=True, exist_ok=True)
+        picture = ssd_compare.picture(peers)
+        (chosen.svg / "ssd-peers.svg").write_text(picture, encoding="utf-8")
     if chosen.json:
-        json.dump([asdict(row) for row in rows], sys.stdout, indent=1)
-        print()
+        found = {"rows": [asdict(r) for r in rows], "peers": [asdict(p) for p in peers], "how": how}
+        print(json.dumps(found))
         return
-    print("\n".join(table(rows)))
+    if rows:
+        print("\n".join(table(rows)))
+    if peers:
+        print(f"{chosen.blocks} blocks of {BLOCK_BYTES:,} bytes; page cache dropped by {how}")
+        print("\n".join(ssd_compare.table(peers)))
 
 
 if __name__ == "__main__":

@@ -384,8 +384,9 @@ def steady(
 class Contiguous:
     """Verified payloads of blocks, one after the other in one buffer: what a tier alone can do."""
 
-    def __init__(self, form: FrameFormat, blocks: int) -> None:
-        self.out = np.zeros(blocks * form.payload_bytes, np.uint8)
+    def __init__(self, form: FrameFormat, out: NDArray[np.uint8]) -> None:
+        """``out`` has room for whole payloads; it must outlive this."""
+        self.out = out
         self._size = form.payload_bytes
         # docs/format.md, section 4: the sums of the parts follow header and token ids.
         self._sums = struct.Struct(f"<{form.part_count}Q")
@@ -443,7 +444,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
     target = np.zeros_like(blocks.raw)
     tokens = blocks.prompt()
     asked = np.append(tokens, np.uint32(0))  # a look-up leaves a token to compute
-    out = Contiguous(form, count)
+    out = Contiguous(form, np.zeros_like(blocks.raw))
     kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
     rows = []
     with (
@@ -609,7 +610,8 @@ class _ColdPair:
         tier, form = tier_of(cache), self._blocks.format
         outs: SimpleQueue[Contiguous] = SimpleQueue()
         for _ in range(threads):
-            outs.put(Contiguous(form, RUN_BLOCKS))
+            # Ones, because zeros would get their pages from the system only while they are filled.
+            outs.put(Contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))
 
         def load(match: Match) -> None:
             out = outs.get()
