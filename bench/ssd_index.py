@@ -9,12 +9,15 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
 from statistics import median, quantiles
+from typing import IO
 
 import lmdb
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from bench.paired import Row, seconds
@@ -307,17 +310,13 @@ def trace_tree(path: Path) -> Tree:
 
     Equal ids must mean equal prefixes, as in the traces of Mooncake and of Weka.
     """
-    with path.open("rb") as file:
+    with ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(path.open("rb"))
         if path.suffix == ".zst":
-            import zstandard
-
-            reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_reader(file)
-            return tree_of(_ids(io.TextIOWrapper(reader, encoding="utf-8")))
-        return tree_of(_ids(io.TextIOWrapper(file, encoding="utf-8")))
-
-
-def _ids(lines: Iterable[str]) -> Iterator[Sequence[int]]:
-    return (json.loads(line)["hash_ids"] for line in lines)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+            file = stack.enter_context(decompressor.stream_reader(file))
+        lines = stack.enter_context(io.TextIOWrapper(file, encoding="utf-8"))
+        return tree_of(json.loads(line)["hash_ids"] for line in lines)
 
 
 def tree_of(requests: Iterable[Sequence[int]]) -> Tree:

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,8 +53,10 @@ class Shape:
 class Peer(ABC):
     """Blocks of one size by key. ``put`` returns when all of them survive power loss."""
 
+    module = ""
+    """What its Python must be able to import."""
     pip = ""
-    """What to install where it is missing."""
+    """What to install where that is missing."""
     sync = ""
     """How a batch becomes durable."""
     verifies = False
@@ -150,7 +153,7 @@ class FilePerBlock(Peer):
 class Safetensors(FilePerBlock):
     """A safetensors file per block."""
 
-    pip = "pip install safetensors"
+    module, pip = "safetensors", "pip install safetensors"
     suffix = ".safetensors"
 
     def __init__(self, shape: Shape) -> None:
@@ -204,7 +207,7 @@ class Sqlite(Peer):
 class RocksDb(Peer):
     """RocksDB, one synced write batch a batch, nothing compressed: packed entries do not shrink."""
 
-    pip = "pip install rocksdict"
+    module, pip = "rocksdict", "pip install rocksdict"
     sync = "synced write-ahead log"
 
     def __init__(self, shape: Shape) -> None:
@@ -242,7 +245,7 @@ class RocksDb(Peer):
 class LMCache(Peer):
     """LMCache's local disk backend, with the staging memory that it allocates by itself."""
 
-    pip = "pip install lmcache"
+    module, pip = "lmcache", "pip install lmcache"
     sync = "syncfs by the bench: it never syncs"
     reopens = False
     """Its index is in memory alone."""
@@ -317,7 +320,7 @@ def bytes_of(staged: Any) -> Block:
 class SGLang(Peer):
     """SGLang's file backend of its hierarchical cache."""
 
-    pip = "pip install sglang"
+    module, pip = "sglang", "pip install sglang"
     sync = "syncfs by the bench: it never syncs"
 
     def __init__(self, shape: Shape) -> None:
@@ -455,7 +458,10 @@ class Worker:
         self._sums: list[int] = []
 
     def prepare(self, **shape: Any) -> dict[str, Any]:
-        """Make an empty store, and the blocks to put there."""
+        """Make an empty store, and the blocks to put there; or say what cannot be imported."""
+        module = self._kind.module
+        if module and find_spec(module) is None:
+            return {"missing": module}
         self._shape = Shape(**shape)
         blocks = min(POOL_BLOCKS, self._shape.blocks)
         pool = np.random.default_rng(0).integers(
@@ -537,10 +543,7 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         job = cast("dict[str, Any]", json.loads(line))
-        try:
-            answer = getattr(worker, job.pop("do"))(**job)
-        except ModuleNotFoundError as error:
-            answer = {"missing": error.name or "a module"}
+        answer = getattr(worker, job.pop("do"))(**job)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

@@ -10,6 +10,7 @@ import mmap
 import os
 import shutil
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ COLD_THREADS = ((1, 1), (8, 8), (1, 32))
 """Threads that load, and threads of the O_DIRECT reads beside them: equal ones, and a single loading
 thread, whose hints ask for 32 blocks at once, beside as many requests in flight."""
 WAIT_SECONDS = 120.0
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+"""What drops the page cache of the whole machine, for root."""
 
 Advance = Callable[[int, int], None]
 T = TypeVar("T")
@@ -207,11 +210,19 @@ def forget_pages(folder: Path) -> str:
     """Drop ``folder`` from the page cache; return how: all of it as root, else file by file."""
     os.sync()
     try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="ascii")
+        DROP_CACHES.write_text("3\n", encoding="ascii")
     except OSError:
         drop_page_cache(folder)
         return "posix_fadvise(DONTNEED)"
     return "drop_caches"
+
+
+def open_direct(path: Path) -> int:
+    """Open a file for reads past the page cache. Raises ``SystemExit`` where there are none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        sys.exit(f"{path.parent} has no O_DIRECT ({error.strerror}): choose another --dir")
 
 
 @contextmanager
@@ -339,7 +350,8 @@ def steady(
     """
     form = FrameFormat(layout, BLOCK_TOKENS)
     capacity = max(total_bytes, minimum_capacity(form.frame_bytes))
-    blocks, prompts, commit = prompts_of(layout, capacity, capacity)
+    blocks, _, commit = prompts_of(layout, capacity, capacity)
+    stored = blocks.count * pages_of(form.frame_bytes) * PAGE_BYTES
     with scratch(folder, "steady") as place:
         file = RawFile(place / "raw", capacity)
         with open_cache(place / "store", layout, capacity) as cache:
@@ -353,7 +365,7 @@ def steady(
 
                 return seconds(work)
 
-            for _ in range(TURNOVERS * prompts):
+            for _ in range(TURNOVERS * -(-capacity // stored)):
                 store()
             mine, theirs = paired(
                 store,
@@ -627,7 +639,7 @@ class _ColdPair:
         buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
         for _ in range(threads):
             buffers.put(mmap.mmap(-1, size))  # aligned to a page, as O_DIRECT asks
-        file = os.open(self._store / DATA_FILE, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        file = open_direct(self._store / DATA_FILE)
 
         def read(place: tuple[int, int]) -> None:
             buffer = buffers.get()
