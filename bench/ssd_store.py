@@ -227,7 +227,7 @@ def open_direct(path: Path) -> int:
 
 @contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """Give an empty folder that goes away again."""
+    """Give an empty folder that goes away again, for good: nobody else's sync pays for it."""
     place = folder / name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -235,6 +235,7 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        os.sync()
 
 
 # ---- durable stores -------------------------------------------------------------------------------
