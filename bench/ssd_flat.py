@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.ssd_store import BLOCK_TOKENS, Contiguous, tier_options
+from bench.ssd_store import BLOCK_TOKENS, Payloads, tier_options
 from kvstore import LayerGroup, Layout
 from kvstore.block import BlockHash, BlockKey
 from kvstore.frame import FrameFormat, Header, head_sum
@@ -36,6 +36,7 @@ class FlatTier:
         layout = flat_layout(block_bytes)
         self._form = FrameFormat(layout, BLOCK_TOKENS)
         self._tier, _ = open_ssd(folder / "tier", tier_options(layout, self._form, capacity))
+        self._payloads = Payloads(self._form)
         self._tokens = np.zeros(BLOCK_TOKENS, np.uint32)
         self._sequence = self._tier.block_count
         self._block_bytes = block_bytes
@@ -69,11 +70,11 @@ class FlatTier:
 
     def get(self, keys: Sequence[bytes], out: Block) -> None:
         """Copy verified blocks into the rows of ``out``. Raises if one is missing or bad."""
-        target = Contiguous(self._form, out.reshape(-1))
+        copy = self._payloads.taker(out)
 
         def take(at: int, frame: memoryview) -> str | None:
             found = self._form.head_fault(frame, _hash_of(keys[at]), None, self._tokens)
-            return found or target.take(at, frame)
+            return found or copy(at, frame)
 
         result = self._tier.read([BlockKey(key) for key in keys], take)
         if result.fault is not None:

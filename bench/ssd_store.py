@@ -394,36 +394,39 @@ def steady(
 # ---- warm loads -----------------------------------------------------------------------------------
 
 
-class Contiguous:
-    """Verified payloads of blocks, one after the other in one buffer: what a tier alone can do."""
+class Payloads:
+    """Copies verified payloads as they are, one after the other: the least that a load has to do."""
 
-    def __init__(self, form: FrameFormat, out: NDArray[np.uint8]) -> None:
-        """``out`` has room for whole payloads; it must outlive this."""
-        self.out = out
+    def __init__(self, form: FrameFormat) -> None:
         self._size = form.payload_bytes
         # docs/format.md, section 4: the sums of the parts follow header and token ids.
         self._sums = struct.Struct(f"<{form.part_count}Q")
         self._sums_at = HEADER_BYTES + 4 * form.block_tokens
-        self._parts = [
-            native.Part(start, stop, number, number + 1)
-            for number, (start, stop) in enumerate(form.part_bounds)
-        ]
-        base = self.out.ctypes.data - form.payload_offset
+        bounds = form.part_bounds
+        self._parts = [native.Part(*bound, at, at + 1) for at, bound in enumerate(bounds)]
         self._table = np.array(
             [
-                (0, 1, 1, stop - start, base + start, stop - start)
-                for start, stop in form.part_bounds
+                (0, 1, 1, stop - start, start - form.payload_offset, stop - start)
+                for start, stop in bounds
             ],
             np.int64,
         )
         self._target = native.PIECE_FIELDS.index("target")
 
-    def take(self, block: int, frame: memoryview) -> str | None:
-        """Copy a payload to its place; return what is wrong with it, or None."""
-        table = self._table.copy()
-        table[:, self._target] += block * self._size
-        sums = self._sums.unpack_from(frame, self._sums_at)
-        return None if native.read_parts(frame, self._parts, sums, table) else "checksum"
+    def taker(self, out: NDArray[np.uint8]) -> Callable[[int, memoryview], str | None]:
+        """Return what copies the payload of a frame to its place in ``out``, which must stay alive.
+
+        It is given the number of the block there, and returns what is wrong with it, or None.
+        """
+        base = out.ctypes.data
+
+        def take(block: int, frame: memoryview) -> str | None:
+            table = self._table.copy()
+            table[:, self._target] += base + block * self._size
+            sums = self._sums.unpack_from(frame, self._sums_at)
+            return None if native.read_parts(frame, self._parts, sums, table) else "checksum"
+
+        return take
 
 
 def whole(found: int, expected: int) -> None:
@@ -457,7 +460,8 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
     target = np.zeros_like(blocks.raw)
     tokens = blocks.prompt()
     asked = np.append(tokens, np.uint32(0))  # a look-up leaves a token to compute
-    out = Contiguous(form, np.zeros_like(blocks.raw))
+    out = np.zeros_like(blocks.raw)
+    take = Payloads(form).taker(out)
     kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
     rows = []
     with (
@@ -478,7 +482,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
                 whole(shared.read_blocks(match.prefix, resident, 0, count, kept), count)
 
             def by_tier() -> None:
-                read_by_tier(tier, match.prefix, range(count), form, out.take)
+                read_by_tier(tier, match.prefix, range(count), form, take)
 
             def copy() -> None:
                 np.copyto(target, blocks.raw)
@@ -621,14 +625,15 @@ class _ColdPair:
 
     def _by_tier(self, cache: PrefixCache, threads: int) -> Callable[[Match], None]:
         tier, form = tier_of(cache), self._blocks.format
-        outs: SimpleQueue[Contiguous] = SimpleQueue()
+        payloads = Payloads(form)
+        outs: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
         for _ in range(threads):
             # Ones, because zeros would get their pages from the system only while they are filled.
-            outs.put(Contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))
+            outs.put(np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8))
 
         def load(match: Match) -> None:
             out = outs.get()
-            read_by_tier(tier, match.prefix, range(RUN_BLOCKS), form, out.take)
+            read_by_tier(tier, match.prefix, range(RUN_BLOCKS), form, payloads.taker(out))
             outs.put(out)
 
         return load
