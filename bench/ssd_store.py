@@ -6,6 +6,7 @@ head and payload are checked when they are read.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -534,8 +535,10 @@ def cold(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
     Beside it the same pages of the same file are read with O_DIRECT, unchecked.
     """
     blocks = Blocks.of(layout, RUN_BLOCKS)
-    count = max(round(1 / COLD_SHARE), total_bytes // len(blocks.raw))
-    chosen = max(1, int(count * COLD_SHARE))
+    # A run for every thread at least, or fewer threads would work than it says.
+    least = max(min(pair) for pair in COLD_THREADS)
+    count = max(math.ceil(least / COLD_SHARE), total_bytes // len(blocks.raw))
+    chosen = int(count * COLD_SHARE)
     moved = chosen * len(blocks.raw)
     capacity = max(LARGE_CAP, 2 * count * len(blocks.raw))
     rows: list[Row] = []
@@ -547,7 +550,7 @@ def cold(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
             bench = _ColdPair(place, blocks, runs, capacity, chosen, is_tier=by == "tier alone")
             found = paired(
                 partial(bench.load, threads),
-                partial(bench.direct, direct_threads),
+                partial(bench.direct, direct_threads, is_by_run=threads == direct_threads),
                 pairs,
                 advance,
             )
@@ -638,8 +641,11 @@ class _ColdPair:
 
         return load
 
-    def direct(self, threads: int) -> float:
-        """Read the pages of the same runs past the page cache, a block a call."""
+    def direct(self, threads: int, *, is_by_run: bool) -> float:
+        """Read the pages of the same runs past the page cache, a block a call.
+
+        By runs, a thread has one block of its run under way; else as many as there are threads.
+        """
         runs = self._next()
         size = runs[0].places[0][1]
         buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
@@ -647,13 +653,16 @@ class _ColdPair:
             buffers.put(mmap.mmap(-1, size))  # aligned to a page, as O_DIRECT asks
         file = open_direct(self._store / DATA_FILE)
 
-        def read(place: tuple[int, int]) -> None:
+        def read(places: Sequence[tuple[int, int]]) -> None:
             buffer = buffers.get()
-            whole(os.preadv(file, [buffer], place[0]), size)
+            for offset, _ in places:
+                whole(os.preadv(file, [buffer], offset), size)
             buffers.put(buffer)
 
+        places = [run.places for run in runs]
+        singles = [[place] for run in places for place in run]
         try:
-            return self._timed(read, [place for run in runs for place in run.places], threads)
+            return self._timed(read, places if is_by_run else singles, threads)
         finally:
             os.close(file)
 

@@ -148,7 +148,7 @@ def test_cold_loads_are_held_against_the_same_blocks(tmp_path: Path) -> None:
         pytest.skip("the file system of temporary files has no O_DIRECT")
     rows = ssd_store.cold(mixed_layout(), 0, tmp_path, 1, no_advance)
     assert [row.bar for row in rows] == [0.9, 0.9, None] * 2
-    assert all("1 of 5 runs of 32" in row.note for row in rows)
+    assert all("8 of 40 runs of 32" in row.note for row in rows)
     assert all("posix_fadvise" in row.note for row in rows)
 
 
