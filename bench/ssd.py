@@ -106,18 +106,26 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def positive(text: str) -> int:
+    """Return a count. Raises ``ValueError`` for text that is none above zero."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help="size of a store")
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--blocks", type=positive, default=BLOCKS, help="size of a store")
+    parser.add_argument("--pairs", type=positive, default=PAIRS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
-    parser.add_argument("--lookup-blocks", type=int, default=ssd_index.LOOKUP_BLOCKS)
-    parser.add_argument("--open-blocks", type=int, default=ssd_index.OPEN_BLOCKS)
+    parser.add_argument("--lookup-blocks", type=positive, default=ssd_index.LOOKUP_BLOCKS)
+    parser.add_argument("--open-blocks", type=positive, default=ssd_index.OPEN_BLOCKS)
     parser.add_argument("--trace", type=Path, help="whose segments to take; default: weka_48's")
     parser.add_argument("--lmcache-python", type=Path, help="a Python that can import LMCache")
     parser.add_argument("--sglang-python", type=Path, help="a Python that can import SGLang")

@@ -334,8 +334,9 @@ def test_the_command_runs_the_sections_asked_for(
     ssd.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(found["rows"])
-    with pytest.raises(SystemExit):
-        ssd.options(["no such section"])
+    for wrong in (["no such section"], ["--pairs", "0"], ["--blocks", "many"]):
+        with pytest.raises(SystemExit):
+            ssd.options(wrong)
     assert ssd.options([]).sections == list(ssd.SECTIONS)
 
 
