@@ -222,7 +222,9 @@ def _row(name: str, found: Samples, blocks: int, block_bytes: int) -> PeerRow:
             p99_us={},
             bytes_per_token=0.0,
         )
-    batch, run = min(BATCH_BLOCKS, blocks), min(RUN_BLOCKS, max(1, blocks // 2))
+    # The last batch may be smaller, so a batch has as many bytes as they have on average.
+    batch = blocks / -(-blocks // BATCH_BLOCKS)
+    run = min(RUN_BLOCKS, max(1, blocks // 2))
     calls = {"store": (found.batches, batch * block_bytes)}
     calls |= {phase: (seconds, run * block_bytes) for phase, seconds in found.runs.items()}
     single = {"store": found.batches, **found.singles}

@@ -103,6 +103,8 @@ def test_speeds_of_a_peer_are_bytes_over_all_seconds() -> None:
     assert row.p50_us == pytest.approx({"store": 2e6, "warm": 1e3, "cold": 1e3})
     assert row.p99_us["warm"] == pytest.approx(2e3)
     assert row.bytes_per_token == 3.0
+    uneven = ssd_compare._row("raw file, no index", samples, 96, 10**6)
+    assert uneven.gb_per_s["store"] == pytest.approx(0.024), "64 and 32 blocks in 4 s"
 
 
 @pytest.mark.parametrize(("blocks", "share"), [(4096, 0.2), (4096, 1.0), (64, 0.2), (3, 0.2)])
