@@ -473,7 +473,10 @@ class OwnedSsd:
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
         """Write the runs in one transaction; where there is no room, free a little and try again."""
-        puts = [self._as_put(block) for run in runs for block in run.blocks]
+        blocks = [block for run in runs for block in run.blocks]
+        with self._context.lock:
+            sequences = [self._context.next_sequence() for _ in blocks]
+        puts = [self._as_put(*each) for each in zip(blocks, sequences, strict=True)]
         if not puts and not uses:
             return True
         for attempt in range(1 + FULL_RETRIES):
@@ -493,10 +496,8 @@ class OwnedSsd:
                 self._context.metrics.note_packing(put.record.error, is_packed=put.record.is_packed)
         return True
 
-    def _as_put(self, block: QueuedBlock[Ticket]) -> Put:
+    def _as_put(self, block: QueuedBlock[Ticket], sequence: int) -> Put:
         ticket = block.ticket
-        with self._context.lock:
-            sequence = self._context.next_sequence()
         is_packed, error = self._format.packing_of(block.frame)
         record = Record(
             parent=block.parent,

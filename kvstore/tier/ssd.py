@@ -12,6 +12,7 @@ through LMDB before they count as bad.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -21,12 +22,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
 import lmdb.verify
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.errors import ConfigError, StoreBusy, StoreError
@@ -48,6 +51,8 @@ DELETES_PER_COMMIT = 64
 """Deletes per transaction while evicting; they need free pages themselves. docs/decisions/0009."""
 READ_BATCH = 32
 """Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
+FEW_FRAMES = 4
+"""From here on frames are read together: before, one by one is as fast."""
 MINIMUM_BLOCKS = 8
 """A store that cannot hold this many blocks is refused: it would only evict. docs/decisions/0009."""
 _HIGH, _LOW = 0.92, 0.88
@@ -70,11 +75,11 @@ _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
 """Offsets of files are signed 64-bit integers; a hint beyond is damage."""
 
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
-_RECORD = struct.Struct("<16sIIQQdIIQ")
+_RECORD = struct.Struct("<16sIIQQdIHeQ")
+_MOST_ERROR = 65504.0
+"""Largest float16."""
 _SEQUENCE = struct.Struct(">Q")
 _PINNED, _PACKED = 1, 2
-_ERROR_SHIFT = 16
-"""The upper half of a record's flags is the error, as float16."""
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -100,13 +105,13 @@ class Record:
     head_sum: int = 0
     """Checksum of the frame's head, which covers the checksums of its parts."""
 
-    def pack(self) -> bytes:
-        """Return the record as stored."""
+    def pack(self, page: int | None = None) -> bytes:
+        """Return the record as stored, with another page if one is given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
-        flags |= int(np.float16(self.error).view(np.uint16)) << _ERROR_SHIFT
         return _RECORD.pack(
-            *(self.parent, self.number, self.namespace_id, self.sequence, self.page),
-            *(self.expires, self.frame_bytes, flags, self.head_sum),
+            *(self.parent, self.number, self.namespace_id, self.sequence),
+            *(self.page if page is None else page, self.expires, self.frame_bytes, flags),
+            *(min(self.error, _MOST_ERROR), self.head_sum),
         )
 
     @classmethod
@@ -114,7 +119,8 @@ class Record:
         """Return the record that ``pack`` wrote, None for anything else."""
         if len(data) != _RECORD.size:
             return None
-        parent, number, namespace, sequence, page, expires, size, flags, head = _RECORD.unpack(data)
+        parent, number, namespace, sequence, page, *others = _RECORD.unpack(data)
+        expires, size, flags, error, head = others
         return cls(
             parent=parent,
             number=number,
@@ -125,7 +131,7 @@ class Record:
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
             is_packed=bool(flags & _PACKED),
-            error=float(np.uint16(flags >> _ERROR_SHIFT).view(np.float16)),
+            error=error,
             head_sum=head,
         )
 
@@ -137,6 +143,9 @@ class Put:
     key: BlockKey
     record: Record
     frame: bytearray
+
+
+TakeMany = Callable[[int, int, NDArray[np.int64]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +227,11 @@ class SsdTier:
         self._env = env
         self._lock_fd = lock_fd
         self._file = os.open(path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        self._map_base = _map_base(self._file)
         self._scratch = threading.local()
         self._users = 0
         self._idle = threading.Condition()
         self._is_closed = False
         self._writing = threading.Lock()
-        self._unhinted: list[BlockKey] = []
-        """Blocks of the last commit, whose pages are written down with the next one."""
         try:
             self._sys, self._meta, self._pay, self._age = (
                 *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
@@ -326,18 +332,22 @@ class SsdTier:
         self,
         keys: Sequence[BlockKey],
         take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None = None,
     ) -> ReadResult:
         """Read frames in order until one is missing or bad.
 
         ``take(i, frame)`` is given a private copy of block i, which it must not keep, and returns
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
         of the medium escapes.
+
+        ``take_many(i, file, offsets)``, if given, reads frames of the largest size itself, from block
+        i on, and returns how many it took before one was not good; ``take`` says why, and goes on.
         """
         done = size = 0
         try:
             while done < len(keys):
                 with self._using():
-                    result = self._read_batch(keys, done, take)
+                    result = self._read_batch(keys, done, take, take_many)
                 done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
@@ -350,6 +360,7 @@ class SsdTier:
         keys: Sequence[BlockKey],
         first: int,
         take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None,
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
@@ -360,7 +371,11 @@ class SsdTier:
                 if page:
                     offset = page * PAGE_BYTES
                     os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
-            for i, data, (page, size) in zip(range(first, stop), found, hints, strict=True):
+            taken = self._take_many(first, hints, take_many) if take_many else 0
+            read = taken * self.options.frame_bytes
+            for i, data, (page, size) in zip(
+                range(first + taken, stop), found[taken:], hints[taken:], strict=True
+            ):
                 if data is None:
                     return ReadResult(i, "missing", read)
                 frame = buffer[:size]
@@ -376,6 +391,16 @@ class SsdTier:
                     return ReadResult(i, fault, read)
                 read += len(frame)
         return ReadResult(stop, None, read)
+
+    def _take_many(self, first: int, hints: Sequence[tuple[int, int]], take_many: TakeMany) -> int:
+        """Hand over the leading frames that are hinted and of the largest size, if they are a few."""
+        size = self.options.frame_bytes
+        pages = [page for page, _ in takewhile(lambda hint: hint[0] and hint[1] == size, hints)]
+        if len(pages) < FEW_FRAMES:
+            return 0
+        return take_many(
+            first, self._file, np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
+        )
 
     def _hint(self, data: bytes | memoryview | None) -> tuple[int, int]:
         """Return the page that a record names and the size there; 0 for what no file has."""
@@ -413,23 +438,16 @@ class SsdTier:
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
-        with self._writing, self._using():
-            hints = self._find_pages(self._unhinted)
-            self._put(puts, uses or {}, hints)
-            self._unhinted = [item.key for item in puts]
-
-    def _put(
-        self, puts: Sequence[Put], uses: Mapping[BlockKey, int], hints: Mapping[BlockKey, int]
-    ) -> None:
-        with self._env.begin(write=True) as txn:
-            for key, page in hints.items():
-                self._rewrite(txn, key, page=page)
-            for key, sequence in uses.items():
+        with self._writing, self._using(), self._env.begin(write=True, buffers=True) as txn:
+            for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
             for item in puts:
-                self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete may have failed
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
-                txn.put(item.key, item.record.pack(), db=self._meta)
+                value = txn.get(item.key, db=self._pay)
+                record = item.record.pack(0 if value is None else _page_of(value))
+                if not txn.put(item.key, record, db=self._meta, overwrite=False):
+                    self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete has failed
+                    txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
@@ -475,7 +493,7 @@ class SsdTier:
                     self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
 
-    def _drop_age(self, txn: lmdb.Transaction, data: bytes | None) -> None:
+    def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> None:
         """Delete the row of ``age`` that belongs to a stored record, if there is one."""
         record = None if data is None else Record.unpack(data)
         if record is not None:
@@ -496,27 +514,9 @@ class SsdTier:
         return False
 
     def sync(self) -> None:
-        """Make every commit so far survive power loss, and record where payloads lie."""
-        if self._unhinted:
-            self.put([])
+        """Make every commit so far survive power loss."""
         with self._using():
             self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
-
-    def _find_pages(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
-        """Return where committed payloads lie in the file: known only after their commit."""
-        hints: dict[BlockKey, int] = {}
-        if not keys or self._map_base is None:
-            return hints
-        with self._env.begin(buffers=True) as txn:
-            for key in keys:
-                value = txn.get(key, db=self._pay)
-                if value is None:
-                    continue
-                address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
-                page, rest = divmod(address - self._map_base, PAGE_BYTES)
-                if rest == PAGE_HEADER_BYTES:
-                    hints[key] = page
-        return hints
 
     # ---- small facts in `sys` ------------------------------------------------------------------
 
@@ -646,15 +646,23 @@ def is_full(error: BaseException) -> bool:
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 
 
-def _map_base(file: int) -> int | None:
-    """Return the address at which LMDB mapped ``file``, or None where that cannot be known."""
-    inode = str(os.fstat(file).st_ino)
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, offset, _, found, *_ = line.split()
-            if found == inode and int(offset, 16) == 0:
-                return int(span.split("-")[0], 16)
-    return None
+_PAGE_HEADER = struct.Struct("<QHHI")
+"""Number, unused, flags, and for overflow pages how many they are. Source: MDB_page, LMDB 0.9."""
+_IS_OVERFLOW = 4
+assert _PAGE_HEADER.size == PAGE_HEADER_BYTES
+
+
+def _page_of(value: memoryview) -> int:
+    """Return the number of the page that a value begins, 0 if it lies inside a page of the tree.
+
+    ``value`` is what a transaction returned. LMDB gives a page its number when it is written to, and
+    puts the header right before the value, in its copy of the page as in the file.
+    """
+    address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - PAGE_HEADER_BYTES
+    header = ctypes.string_at(address, PAGE_HEADER_BYTES)
+    number, _, flags, pages = _PAGE_HEADER.unpack(header)
+    is_ours = flags & _IS_OVERFLOW and pages == pages_of(len(value)) and number < _LAST_PAGE
+    return int(number) if is_ours else 0
 
 
 def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
