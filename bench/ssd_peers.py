@@ -385,7 +385,7 @@ class KVStoreTier(Peer):
 class KVStoreBlocks(Peer):
     """kvstore's ``BlockStore``: what SGLang and LMCache use of it."""
 
-    sync = "two transactions and a sync"
+    sync = "one transaction and a sync"
     verifies = True
 
     def __init__(self, shape: Shape) -> None:

@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import shutil
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from kvstore.cache.match import Match
 from kvstore.cache.prefix import Prefix
 from kvstore.codec import native
 from kvstore.demo import drop_page_cache
-from kvstore.frame import HEADER_BYTES, FrameFormat, Frames, Header, head_sum
+from kvstore.frame import FrameFormat, Frames, Header, Places, head_sum
 from kvstore.hash import block_hashes
 from kvstore.opening import format_text
 from kvstore.tier.directory import DATA_FILE
@@ -84,6 +83,8 @@ class Blocks:
     count: int
     """Blocks of a prompt."""
     entries: dict[str, NDArray[np.uint8]]
+    source: Places
+    """The same, as frames are made of them."""
     raw: NDArray[np.uint8]
     """The payload's bytes once more, for whoever writes or copies them without us."""
     rng: np.random.Generator
@@ -106,7 +107,8 @@ class Blocks:
             for group in layout.global_groups
         }
         raw = np.concatenate([array.reshape(-1) for array in entries.values()])
-        return cls(layout, FrameFormat(layout, BLOCK_TOKENS), count, entries, raw, rng)
+        form = FrameFormat(layout, BLOCK_TOKENS)
+        return cls(layout, form, count, entries, form.entries_source(entries), raw, rng)
 
     def prompt(self) -> NDArray[np.uint32]:
         """Return token ids of a new prompt."""
@@ -132,7 +134,7 @@ class Blocks:
             parent_hash=prefix.parent_hash(number),
             sequence=sequence,
         )
-        return self.format.encode(header, prefix.block_ids(number), self.entries, number)
+        return self.format.encode(header, prefix.block_ids(number), self.source, number)
 
     @staticmethod
     def _put(prefix: Prefix, number: int, sequence: int, frame: bytearray) -> Put:
@@ -395,39 +397,20 @@ def steady(
 # ---- warm loads -----------------------------------------------------------------------------------
 
 
-class Payloads:
-    """Copies verified payloads as they are, one after the other: the least that a load has to do."""
+def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
+    """Return places for payloads as they are, one after the other in ``out``.
 
-    def __init__(self, form: FrameFormat) -> None:
-        self._size = form.payload_bytes
-        # docs/format.md, section 4: the sums of the parts follow header and token ids.
-        self._sums = struct.Struct(f"<{form.part_count}Q")
-        self._sums_at = HEADER_BYTES + 4 * form.block_tokens
-        bounds = form.part_bounds
-        self._parts = [native.Part(*bound, at, at + 1) for at, bound in enumerate(bounds)]
-        self._table = np.array(
-            [
-                (0, 1, 1, stop - start, start - form.payload_offset, stop - start)
-                for start, stop in bounds
-            ],
-            np.int64,
-        )
-        self._target = native.PIECE_FIELDS.index("target")
-
-    def taker(self, out: NDArray[np.uint8]) -> Callable[[int, memoryview], str | None]:
-        """Return what copies the payload of a frame to its place in ``out``, which must stay alive.
-
-        It is given the number of the block there, and returns what is wrong with it, or None.
-        """
-        base = out.ctypes.data
-
-        def take(block: int, frame: memoryview) -> str | None:
-            table = self._table.copy()
-            table[:, self._target] += base + block * self._size
-            sums = self._sums.unpack_from(frame, self._sums_at)
-            return None if native.read_parts(frame, self._parts, sums, table) else "checksum"
-
-        return take
+    Nothing is rearranged: the least that a load has to do.
+    """
+    bounds, base = form.part_bounds, out.ctypes.data - form.payload_offset
+    pieces = [(0, 1, 1, stop - start, base + start, stop - start) for start, stop in bounds]
+    return Places(
+        out.size // form.payload_bytes,
+        np.array(pieces, np.int64),
+        np.full(len(bounds), form.payload_bytes, np.int64),
+        tuple(native.Part(*bound, at, at + 1) for at, bound in enumerate(bounds)),
+        out,
+    )
 
 
 def whole(found: int, expected: int) -> None:
@@ -436,21 +419,21 @@ def whole(found: int, expected: int) -> None:
         raise RuntimeError(f"{found} of {expected} blocks were read")
 
 
-def read_by_tier(
-    tier: SsdTier,
-    prefix: Prefix,
-    numbers: Sequence[int],
-    form: FrameFormat,
-    take: Callable[[int, memoryview], str | None],
-) -> None:
-    """Read blocks of a prefix from the tier, checked as the cache checks them."""
+def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Places) -> None:
+    """Read a prefix from the tier, checked and handed out as the cache does it."""
+    reader, count = form.reader(places), len(prefix.hashes)
 
-    def take_right(at: int, frame: memoryview) -> str | None:
-        number = numbers[at]
+    def take(number: int, frame: memoryview) -> str | None:
         expected = (prefix.hash_of(number), prefix.parent_hash(number), prefix.block_ids(number))
-        return form.head_fault(frame, *expected) or take(at, frame)
+        return form.head_fault(frame, *expected) or form.scatter(frame, places, number)
 
-    whole(tier.read([prefix.key(number) for number in numbers], take_right).count, len(numbers))
+    def take_many(first: int, file: int, offsets: NDArray[np.int64]) -> int:
+        assert reader is not None
+        hashes = prefix.run_of_hashes(first, len(offsets))
+        return reader.read(file, offsets, hashes, prefix.run_of_ids(first, len(offsets)), first)
+
+    keys = [prefix.key(number) for number in range(count)]
+    whole(tier.read(keys, take, take_many if reader else None).count, count)
 
 
 def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
@@ -461,8 +444,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
     target = np.zeros_like(blocks.raw)
     tokens = blocks.prompt()
     asked = np.append(tokens, np.uint32(0))  # a look-up leaves a token to compute
-    out = np.zeros_like(blocks.raw)
-    take = Payloads(form).taker(out)
+    places = contiguous(form, np.zeros_like(blocks.raw))
     kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
     rows = []
     with (
@@ -483,7 +465,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
                 whole(shared.read_blocks(match.prefix, resident, 0, count, kept), count)
 
             def by_tier() -> None:
-                read_by_tier(tier, match.prefix, range(count), form, take)
+                read_by_tier(tier, match.prefix, form, places)
 
             def copy() -> None:
                 np.copyto(target, blocks.raw)
@@ -628,15 +610,14 @@ class _ColdPair:
 
     def _by_tier(self, cache: PrefixCache, threads: int) -> Callable[[Match], None]:
         tier, form = tier_of(cache), self._blocks.format
-        payloads = Payloads(form)
-        outs: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
+        outs: SimpleQueue[Places] = SimpleQueue()
         for _ in range(threads):
             # Ones, because zeros would get their pages from the system only while they are filled.
-            outs.put(np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8))
+            outs.put(contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))
 
         def load(match: Match) -> None:
             out = outs.get()
-            read_by_tier(tier, match.prefix, range(RUN_BLOCKS), form, payloads.taker(out))
+            read_by_tier(tier, match.prefix, form, out)
             outs.put(out)
 
         return load
