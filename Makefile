@@ -8,14 +8,21 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt requirements-demo.txt \
            $(wildcard native/*.py native/include/*.h native/src/[a-z]*.[ch])
 
-.PHONY: help demo test test-emulated test-engines torture torture-store check native-test bench bench-engines clean
+KERNELS = $(filter-out native/src/_kvstore_native.c,$(wildcard native/src/*.c))
+CHECKED = $(CC) -std=c11 -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror \
+          -Inative/include
+SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+            $(KERNELS) native/tests/*.c -lm
+
+.PHONY: help demo test test-emulated test-engines check native-test torture torture-store torture-codec bench \
+        bench-engines clean
 
 help:
 	@echo "make demo    set up, then watch a real model answer again from its stored cache"
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
 	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
-	@echo "make torture [TORTURE=...]   power cuts, kills, rot, full disks, a million operations (about an hour)"
+	@echo "make torture [TORTURE=codec|store]   every float; power cuts, kills, rot, full disks (over an hour)"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make clean   remove the environment and build products"
@@ -30,24 +37,11 @@ test: check native-test
 test-engines:
 	$(PYTHON) tests/engines/environments.py $(ENGINES)
 
-# What takes too long for every change; each member is a target torture-<member>.
-TORTURE ?= store
-
-torture: $(addprefix torture-,$(TORTURE))
-
-torture-store: $(VENV)/.test
-	@echo "store: about an hour on two cores; docs/torture.md says what is done and how to repeat a case"
-	$(BIN)/python -m tests.torture --scale full
-
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-
-SANITIZED = $(CC) -std=c11 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
-  -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Inative/include \
-  $(filter-out native/src/_kvstore_native.c,$(wildcard native/src/*.c)) native/tests/*.c -lm
 
 native-test:
 	@mkdir -p native/build
@@ -69,6 +63,21 @@ test-emulated: $(VENV)/.test
 	  $(BIN)/python -c 'import _kvstore_native, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))' \
 	  tests/codec -k "not portable and not avx2"
 
+# What takes too long for every change; each member is a target torture-<member>.
+TORTURE ?= codec store
+
+torture: $(addprefix torture-,$(TORTURE))
+
+torture-store: $(VENV)/.test
+	@echo "store: about an hour on two cores; docs/torture.md says what is done and how to repeat a case"
+	$(BIN)/python -m tests.torture --scale full
+
+# Every float of 32 bits, optimised as it is shipped; a process for each scale rule.
+torture-codec:
+	@mkdir -p native/build
+	$(CHECKED) -O3 $(KERNELS) native/torture/exhaustive.c -lm -o native/build/exhaustive
+	seq 0 4 | xargs -n 1 -P $$(nproc) native/build/exhaustive
+
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench --benchmark-only
 
@@ -82,7 +91,7 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip
 	@touch $@
 
 $(VENV)/.test: $(SOURCES) | $(VENV)/bin/pip
-	$(BIN)/pip install -q -c constraints.txt -e ".[transformers,dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[transformers,conformance,dev]"
 	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
 	@touch $@ $(VENV)/.demo
 

@@ -6,7 +6,8 @@ Method:   every call is paired with a memcpy of the same run, in changing order;
           the cache; "past" writes past it, as unpack does by itself from half of the last cache on.
 Peers:    NumPy, torch and ml_dtypes (which casts elements alone, without scales), and torchao if it is
           installed. In memcpy's place stand: for hashes OpenSSL's SHA-256 of as many bytes; for entries
-          chosen at random a copy of the packed ones, or in the cache an unpack of as many in order.
+          chosen at random a copy of the packed ones, or in the cache an unpack of as many in order; for
+          what is verified on the way, the same work unverified; for checksums the package xxhash.
 Bound:    memcpy; each result is compared with the portable kernel's first, else exit 1.
 Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
           Run nothing beside it. With 64 MiB and all peers it takes some ten minutes.
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from bench.chart import Point, Series, chart
@@ -315,6 +317,57 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
     return [gathered("far apart", FAR_BYTES), gathered("in the cache", NEAR_BYTES)]
 
 
+def verified_rows(level: str, size: int, pairs: int) -> list[Row]:
+    """Return the speed of checksums, and of copies and unpacks that verify what they hand out.
+
+    In memcpy's place stands the same work unverified: the ratio is what verifying leaves of its
+    speed. Entries are those of ``gather_rows``, all codes and then all scales.
+    """
+    rng = np.random.default_rng(4)
+
+    def verified(work: str, part: NDArray[np.uint8], piece: tuple[int, ...], bound: Work) -> Row:
+        table = np.array([piece], np.int64)
+        parts, sums = [native.Part(0, part.size, 0, 1)], [xxhash.xxh3_64_intdigest(part.data)]
+        moved = part.nbytes + size
+
+        def read() -> None:
+            if not native.read_parts(part, parts, sums, table, level):
+                sys.exit(f"{level} has another sum than xxhash: {work}")
+
+        return Row(work, level, size, **paired(read, moved, bound, moved, pairs))
+
+    data, out = rng.integers(0, 256, size, np.uint8), np.zeros(size, np.uint8)
+    found = paired(
+        lambda: native.xxh3_64(data.data, level),
+        size,
+        lambda: xxhash.xxh3_64_intdigest(data.data),
+        size,
+        pairs,
+    )
+    copy = (0, 1, 1, size, out.ctypes.data, size)
+    rows = [
+        Row("xxh3_64, beside xxhash", level, size, **found),
+        verified("verify + copy, beside copy", data, copy, lambda: np.copyto(out, data)),
+    ]
+    for dtype in ("bfloat16", "float32"):
+        made = native.prepare("nvfp4", SCALE_RULES["nvfp4"][0], dtype, 1.0, level)
+        row_bytes = GATHERED_VALUES * np.dtype(numpy_dtype(dtype)).itemsize
+        count = size // row_bytes
+        codes, scales = (count * plane for plane in FORMATS["nvfp4"].planes(GATHERED_VALUES))
+        part = rng.integers(0, 256, codes + scales, np.uint8)
+        unpack = partial(
+            made.unpack,
+            native.Rows(part.ctypes.data, codes // count),
+            native.Rows(part.ctypes.data + codes, scales // count),
+            native.Rows(out.ctypes.data, row_bytes),
+            rows=count,
+            row_values=GATHERED_VALUES,
+        )
+        piece = (made.address, 1, count, GATHERED_VALUES, out.ctypes.data, row_bytes)
+        rows.append(verified(f"verify + unpack nvfp4 -> {dtype}", part, piece, unpack))
+    return rows
+
+
 def measure(
     levels: Sequence[str], wide_bytes: int, pairs: int, *, with_peers: bool
 ) -> tuple[list[Row], list[Row]]:
@@ -334,7 +387,11 @@ def measure(
                 rows.append(Row(work, level, size, **found))
                 advance(len(rows) - 1, total)
     for level in levels:
-        rows += gather_rows(level, PEER_PAIRS if level == "portable" else pairs)
+        is_slow = level == "portable"
+        rows += gather_rows(level, PEER_PAIRS if is_slow else pairs)
+        rows += verified_rows(
+            level, small if is_slow else wide_bytes, PEER_PAIRS if is_slow else pairs
+        )
     with progress_bar("peers") as advance:
         for number, (work, name, call, buffers) in enumerate(peers(small) if with_peers else ()):
             found = paired(call, buffers.moved, buffers.copy, 2 * small, PEER_PAIRS)

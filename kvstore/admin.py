@@ -15,10 +15,12 @@ from typing import Any
 from kvstore.block import BlockKey, block_key
 from kvstore.cache.keys import KEYS_ROOT
 from kvstore.cache.owner import namespace_facts
-from kvstore.errors import StoreError
-from kvstore.frame import FrameFormat, Header, head_sum
+from kvstore.errors import ConfigError, StoreError
+from kvstore.frame import Frames, Header, head_sum
 from kvstore.hash import block_hashes
+from kvstore.metrics import Metrics, histogram
 from kvstore.opening import StoreFormat, parse_format
+from kvstore.packing import Packing, frames_of
 from kvstore.tier import directory
 from kvstore.tier.ssd import MEDIUM_ERRORS, Record, SsdOptions, SsdTier, minimum_capacity, open_ssd
 
@@ -32,7 +34,7 @@ class OpenedStore:
 
     ssd: SsdTier
     form: StoreFormat
-    frame_format: FrameFormat
+    frame_format: Frames
 
 
 @contextmanager
@@ -45,11 +47,17 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     directory.require_store(path)
     text = directory.read_format(path)
     form = parse_format(text)
-    frame_format = FrameFormat(form.layout, form.block_tokens)
+    packing = Packing(form.ssd_formats) if form.ssd_formats else None
+    try:
+        frame_format = frames_of(form.layout, form.block_tokens, packing)
+    except ConfigError as error:
+        msg = f"the store's VERSION file is damaged: {error}"
+        raise StoreError(msg) from error
     options = SsdOptions(
         capacity_bytes=minimum_capacity(frame_format.frame_bytes),
         frame_bytes=frame_format.frame_bytes,
         format_text=text,
+        is_mixed=packing is not None,
         role="reader",
     )
     ssd, _ = open_ssd(path, options)
@@ -70,9 +78,10 @@ def store_stats(path: Path) -> dict[str, Any]:
             number: {"model": "?", **entry, "id": number, "blocks": 0, "tokens": 0}
             for number, entry in namespace_facts(ssd).items()
         }
-        blocks = 0
+        blocks, packing = 0, Metrics()
         for _, record in ssd.records():
             blocks += 1
+            packing.note_packing(record.error, is_packed=record.is_packed)
             unnamed = {"id": record.namespace_id, "model": "?", "blocks": 0, "tokens": 0}
             space = namespaces.setdefault(record.namespace_id, unnamed)
             space["blocks"] += 1
@@ -90,6 +99,10 @@ def store_stats(path: Path) -> dict[str, Any]:
             "live_bytes": live,
             "file_bytes": ssd.file_bytes,
             "capacity_bytes": int(capacity) if capacity and capacity.isdigit() else None,
+            "ssd_formats": dict(store.form.ssd_formats),
+            "packed_blocks": packing.packed_blocks,
+            "lossless_blocks": packing.lossless_blocks,
+            "block_errors": histogram(packing.block_errors),
             "bytes_per_token": float(store.form.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
             "namespaces": [namespaces[number] for number in sorted(namespaces)],
@@ -134,6 +147,8 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
             "expires": record.expires if 0 < record.expires < math.inf else None,
             "is_pinned": record.is_pinned,
             "frame_bytes": record.frame_bytes,
+            "is_packed": record.is_packed,
+            "error": record.error if math.isfinite(record.error) else None,
             "header": None
             if header is None
             else {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
 from kvstore.errors import ConfigError
-from kvstore.frame import FrameFormat
 from kvstore.layout import Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.opening import format_text, resolved, share, size_bytes, unshare
+from kvstore.packing import Packing, frames_of
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
 
@@ -52,6 +53,8 @@ class PrefixCache(Scope):
         clock: Callable[[], float] | None = None,
         preallocate: bool = False,
         debug: bool = False,
+        ssd_formats: Mapping[str, str] | str | None = None,
+        error_budget: float = math.inf,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -63,6 +66,11 @@ class PrefixCache(Scope):
         2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
         ``clock`` replaces the system's for leases and for every time to live; blocks with one keep
         their expiry across restarts, so such a clock must go on where it stopped.
+        ``ssd_formats`` packs float entries at rest: ``{"v": "nvfp4"}``, or one name for every GLOBAL
+        group. Entries still go in and come out as the layout says, but what comes out is what packing
+        left of them. ``error_budget`` is the most that a block may lose, as the relative
+        root-mean-square error of any group; above it, and with a NaN or an infinity, the block is
+        stored as it is.
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
@@ -74,7 +82,8 @@ class PrefixCache(Scope):
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
         rows = model_layout.window_tokens if window_rows is None else window_rows
         _check_options(model_layout, namespace, role, window_ttl, rows)
-        frame_format = FrameFormat(model_layout, block_tokens)
+        packing = _packing(model_layout, ssd_formats, error_budget)
+        frame_format = frames_of(model_layout, block_tokens, packing)
         page_bytes = size_bytes(device_bytes, "device_bytes")
         now = clock if clock is not None else time.monotonic
         pool_bytes = size_bytes(window_bytes, "window_bytes")
@@ -82,9 +91,12 @@ class PrefixCache(Scope):
         options = SsdOptions(
             capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
             frame_bytes=frame_format.frame_bytes,
-            format_text=format_text(model_layout, block_tokens),
+            format_text=format_text(
+                model_layout, block_tokens, ssd_formats=packing.formats if packing else None
+            ),
             role=role,
             preallocate=preallocate,
+            is_mixed=packing is not None,
         )
 
         def make_device() -> DeviceTier:
@@ -136,6 +148,24 @@ class PrefixCache(Scope):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _packing(
+    layout: Layout, formats: Mapping[str, str] | str | None, error_budget: float
+) -> Packing | None:
+    """Return how a store packs at rest. Raises ``ConfigError`` for what cannot be a budget."""
+    if isinstance(formats, str):
+        formats = {group.name: formats for group in layout.global_groups}
+    is_number = isinstance(error_budget, int | float) and not isinstance(error_budget, bool)
+    if not is_number or not error_budget >= 0:
+        msg = f"error_budget must be a relative error of at least 0, found {error_budget!r}"
+        raise ConfigError(msg)
+    if not formats:
+        if error_budget != math.inf:
+            msg = f"error_budget is {error_budget}, but nothing is packed: name ssd_formats too"
+            raise ConfigError(msg)
+        return None
+    return Packing(dict(formats), float(error_budget))
 
 
 def _check_options(

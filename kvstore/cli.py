@@ -123,6 +123,14 @@ def stats(directory: Path, /, *, as_json: Json = False) -> int:
         ("bytes per token, on SSD", f"{per_token:,.2f}" if per_token else "-"),
     ]
     write_table(["store", str(directory)], facts)
+    if found["ssd_formats"]:
+        packed = [
+            ("packed as", ", ".join(f"{name} {f}" for name, f in found["ssd_formats"].items())),
+            ("packed blocks", f"{found['packed_blocks']:,}"),
+            ("lossless blocks", f"{found['lossless_blocks']:,}"),
+            *((f"relative error {bound}", f"{n:,}") for bound, n in found["block_errors"].items()),
+        ]
+        write_table(["at rest", "blocks"], packed)
     rows = [
         [
             str(n["id"]),
@@ -195,6 +203,10 @@ def _short(digest: str | None) -> str:
     return digest[:_DIGITS_SHOWN] if digest else "-"
 
 
+def _error(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.4g}" if error else "-"
+
+
 def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what the table of one block shows: label and value."""
     space, header = block["namespace"] or {}, block["header"] or {}
@@ -211,6 +223,8 @@ def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("expires", str(block["expires"] or "never")),
         ("frame bytes", f"{block['frame_bytes']:,}"),
         ("payload bytes", f"{header.get('payload_bytes', 0):,}"),
+        ("packed at rest", "yes" if block["is_packed"] else "no"),
+        ("relative error of packing", _error(block["error"])),
         ("page in the file", str(block["page"] or "unknown")),
         ("images", "yes" if header.get("has_images") else "no"),
         ("hash", _short(header.get("block_hash"))),

@@ -1,4 +1,4 @@
-"""A frame: one block as it is stored. Bytes in, bytes out; no medium, no policy, no codec.
+"""A frame: one block as it is stored. Bytes in, verified bytes or numbers out; no medium, no policy.
 
 ``header | token ids | part checksums | reserved | payload``. A *part* is everything one owner layer
 contributes to a block. Inside a part, entries lie planar per 64: all packed values of 64 entries,
@@ -9,17 +9,25 @@ docs/format.md, section 4, is normative for every byte written here.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
+from kvstore.codec import codec_for, native
+from kvstore.codec.arrays import FLOATS, check_apart, check_in, check_out, host_view
+from kvstore.codec.packed import PackedCodec
+from kvstore.codec.raw import RawCodec
 from kvstore.errors import ConfigError
 from kvstore.layout import LayerGroup, Layout
+
+if TYPE_CHECKING:
+    from kvstore.codec.arrays import Array
 
 FORMAT_VERSION = 1
 """Version of the frame. A store of another version is refused, never guessed at."""
@@ -28,13 +36,20 @@ UNIT_ENTRIES = 64
 """Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
+_PLACE, _STRIDE = (native.PIECE_FIELDS.index(name) for name in ("place", "place_stride"))
+_BYTES = ("uint8",)
 _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
+_IS_PACKED = 2
+_FLAGS = struct.Struct("<6xH")
+_ERROR = struct.Struct("<f")
 HEADER_BYTES = _HEADER.size
+_HASHES_OFFSET = 32
 CHECKED_BYTES = HEADER_BYTES - 8
 """The header checksum covers what precedes it in the header, and all up to the payload."""
 RESERVED_BYTES = 32
-"""Room for a nonce (12) and a tag (16) of authenticated encryption, zero until there is some."""
+"""Room for a nonce (12) and a tag (16) of authenticated encryption, zero until there is some; then
+what packing lost."""
 
 assert HEADER_BYTES == 112, "docs/format.md promises a 112-byte header"
 
@@ -52,33 +67,48 @@ class Header:
     sequence: int
     has_images: bool = False
     """An image touches the block, so its hash does not follow from its token ids alone."""
+    is_packed: bool = False
+    """The payload is packed at rest: the engine's entries are what it unpacks to."""
+    error: float = 0.0
+    """Relative error of packing the block, also where it was too much and the block is lossless."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plane:
-    """Where one plane of one group lies: a strided box in the payload and one in the entries."""
+class Places:
+    """Where the payloads of blocks go to or come from, worked out once for many blocks.
 
-    group: str
-    layers: slice
-    """Positions of the run's layers on the group's layer axis."""
-    columns: slice
-    """Bytes of an entry that this plane holds."""
-    entries: int
-    """Entries of a block."""
-    shape: tuple[int, int, int]
-    """``[layers, units, entries of a unit]``"""
-    item: str
-    """One entry's bytes of this plane as one item, which NumPy copies faster than its bytes."""
-    offset: int
-    """Of the first byte, from the start of the frame."""
-    strides: tuple[int, int, int]
+    Made by :class:`FrameFormat`.
 
-    def in_frame(self, frame: bytearray | memoryview) -> NDArray[np.void]:
-        return np.ndarray(self.shape, self.item, frame, self.offset, self.strides)
+    Threads: any number may scatter to one at a time, each to blocks of its own.
+    """
 
-    def in_entries(self, entries: NDArray[np.uint8], first: int) -> NDArray[np.void]:
-        box = entries[self.layers, first : first + self.entries, self.columns]
-        return box.view(self.item).reshape(self.shape)  # splits one axis, so this is a view
+    blocks: int
+    """Whole blocks that there is room for."""
+    _table: NDArray[np.int64]
+    """The pieces of a payload in order; columns as in ``native.PIECE_FIELDS``, for block 0."""
+    _steps: NDArray[np.int64]
+    """Bytes from where a piece of one block goes to where that of the next one does."""
+    _parts: Sequence[native.Part]
+    _kept: object
+    """What owns the memory that the table points to."""
+
+    def pieces(self, block: int) -> NDArray[np.int64]:
+        """Return the table for one block. Raises ``ValueError`` if there is no room for it."""
+        if not 0 <= block < self.blocks:
+            msg = f"there is room for {self.blocks} blocks, found number {block}"
+            raise ValueError(msg)
+        table = self._table.copy()
+        table[:, _PLACE] += block * self._steps
+        return table
+
+    def reader(self, shape: native.FrameShape) -> native.FrameReader:
+        """Return what reads frames of a shape to these places."""
+        return native.FrameReader(shape, self._parts, self._table, self._steps, self.blocks)
+
+
+def _unit(entries: int) -> int:
+    """Return how many entries lie planar together, of so many in a block."""
+    return UNIT_ENTRIES if entries % UNIT_ENTRIES == 0 else entries
 
 
 def head_sum(frame: bytes | bytearray | memoryview) -> int:
@@ -86,6 +116,97 @@ def head_sum(frame: bytes | bytearray | memoryview) -> int:
     (found,) = struct.unpack_from("<Q", frame, CHECKED_BYTES)
     assert isinstance(found, int)
     return found
+
+
+class Frames(Protocol):
+    """What knows the frames of a store: blocks to frames and back, in the engine's form."""
+
+    @property
+    def layout(self) -> Layout:
+        """The engine's layout."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def entries(self) -> Mapping[str, int]:
+        """Entries of a block, by group."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a block in the engine's form."""
+        ...
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the largest frame."""
+        ...
+
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
+        """Return what ``encode`` takes as the place of entries. It is for one thread at a time."""
+        ...
+
+    def encode(
+        self, header: Header, tokens: NDArray[np.uint32], source: Any, block: int
+    ) -> bytearray:
+        """Return the frame of the ``block``-th whole block of a source."""
+        ...
+
+    def header(self, frame: memoryview) -> Header | None:
+        """Return the header, or None if these bytes are no intact head."""
+        ...
+
+    def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
+        """Return a copy of the block's token ids."""
+        ...
+
+    def head_fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the head of the block asked for, or None."""
+        ...
+
+    def fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the block asked for, payload included, or None."""
+        ...
+
+    def is_payload_intact(self, frame: memoryview) -> bool:
+        """Say whether the payload matches its checksums."""
+        ...
+
+    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
+        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
+        ...
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
+        """Return what ``scatter`` takes as the place of entries."""
+        ...
+
+    def reader(self, target: Any) -> native.FrameReader | None:
+        """Return what reads many frames to a target at once, or None if they are not of one kind."""
+        ...
+
+    def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
+        """Hand out a payload, verified on the way; return what is wrong with it, or None."""
+        ...
+
+    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
+        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""
+        ...
 
 
 class FrameFormat:
@@ -96,8 +217,11 @@ class FrameFormat:
         ``frame_bytes`` bytes.
     """
 
-    def __init__(self, layout: Layout, block_tokens: int) -> None:
-        """Lay out a block. Raises ``ConfigError`` if its entries would not be whole."""
+    def __init__(self, layout: Layout, block_tokens: int, *, is_packed: bool = False) -> None:
+        """Lay out a block. Raises ``ConfigError`` if its entries would not be whole.
+
+        ``is_packed`` frames say that their layout is not the engine's (kvstore/packing.py).
+        """
         is_number = isinstance(block_tokens, int) and not isinstance(block_tokens, bool)
         if not is_number or not 1 <= block_tokens < 2**32 or block_tokens % layout.alignment:
             msg = (
@@ -107,22 +231,25 @@ class FrameFormat:
             raise ConfigError(msg)
         self.layout = layout
         self.block_tokens = block_tokens
+        self.is_packed = is_packed
         self.entries = {
             group.name: block_tokens // group.tokens_per_entry for group in layout.global_groups
         }
         """Entries of a block, by group."""
         owners = sorted({layer for group in layout.global_groups for layer in group.layers})
+        self._owners = owners
         self.part_count = len(owners)
         self._ids_offset = HEADER_BYTES
         self._sums_offset = HEADER_BYTES + 4 * block_tokens
         self.payload_offset = self._sums_offset + 8 * self.part_count + RESERVED_BYTES
         self._sums = struct.Struct(f"<{self.part_count}Q")
-        self._planes: list[_Plane] = []
         self.part_bounds: list[tuple[int, int]] = []
         """Start and end of each part in the frame, in order of owner layer."""
         offset = self.payload_offset
-        for members, run in groupby(owners, key=self._members):
-            offset = self._lay_out_run(members, list(run), offset)
+        for layer in owners:
+            size = sum(self.entries[g.name] * g.entry_bytes for g in self._members(layer))
+            self.part_bounds.append((offset, offset + size))
+            offset += size
         self.frame_bytes = offset
         self.payload_bytes = offset - self.payload_offset
 
@@ -132,88 +259,45 @@ class FrameFormat:
         order = list(dict.fromkeys(group.tokens_per_entry for group in owned))
         return tuple(sorted(owned, key=lambda group: order.index(group.tokens_per_entry)))
 
-    def _lay_out_run(self, members: tuple[LayerGroup, ...], layers: list[int], offset: int) -> int:
-        """Place the parts of layers that own the same groups; return the offset behind them."""
-        boxes: list[tuple[LayerGroup, int, int, int, int]] = []  # group, column, bytes, at, unit
-        at = 0
-        for ratio, bucket in groupby(members, key=lambda group: group.tokens_per_entry):
-            groups = list(bucket)
-            count = self.block_tokens // ratio
-            unit = UNIT_ENTRIES if count % UNIT_ENTRIES == 0 else count
-            unit_bytes = unit * sum(group.entry_bytes for group in groups)
-            within = at
-            for group in groups:
-                column = 0
-                for plane_bytes in group.planes:
-                    boxes.append((group, column, plane_bytes, within, unit_bytes))
-                    within += unit * plane_bytes
-                    column += plane_bytes
-            at += unit_bytes * (count // unit)
-        part_bytes = at
-        for group, column, plane_bytes, within, unit_bytes in boxes:
-            count = self.entries[group.name]
-            unit = UNIT_ENTRIES if count % UNIT_ENTRIES == 0 else count
-            first = group.layers.index(layers[0])
-            self._planes.append(
-                _Plane(
-                    group=group.name,
-                    layers=slice(first, first + len(layers)),
-                    columns=slice(column, column + plane_bytes),
-                    entries=count,
-                    shape=(len(layers), count // unit, unit),
-                    item=f"V{plane_bytes}",
-                    offset=offset + within,
-                    strides=(part_bytes, unit_bytes, plane_bytes),
-                )
-            )
-        for position in range(len(layers)):
-            start = offset + position * part_bytes
-            self.part_bounds.append((start, start + part_bytes))
-        return offset + part_bytes * len(layers)
-
     def encode(
-        self,
-        header: Header,
-        tokens: NDArray[np.uint32],
-        entries: Mapping[str, NDArray[np.uint8]],
-        block: int,
+        self, header: Header, tokens: NDArray[np.uint32], source: Places, block: int
     ) -> bytearray:
-        """Return the frame of one block.
+        """Return the frame of the ``block``-th whole block of ``source``.
 
         Shapes:
-            ``tokens`` are the block's own ids, ``[block_tokens]``. ``entries[group]`` is uint8
-            ``[layers, n, entry_bytes]``; the block is the ``block``-th whole block in it.
+            ``tokens`` are the block's own ids, ``[block_tokens]``.
 
-        Cost: one copy of the payload and one pass of xxh3_64.
+        Cost: one pass over the payload; each byte is summed when it is copied.
         """
         frame = bytearray(self.frame_bytes)
-        for plane in self._planes:
-            source = plane.in_entries(entries[plane.group], block * plane.entries)
-            plane.in_frame(frame)[...] = source
-        view = memoryview(frame)
         ids = tokens.astype("<u4", copy=False)
-        view[self._ids_offset : self._sums_offset] = ids.tobytes()
-        self.seal(frame, header)
+        memoryview(frame)[self._ids_offset : self._sums_offset] = ids.tobytes()
+        self._seal(frame, header, native.write_parts(frame, source._parts, source.pieces(block)))  # noqa: SLF001
         return frame
 
     def seal(self, frame: bytearray, header: Header) -> None:
         """Write the header and all checksums over the token ids and payload already in place."""
         view = memoryview(frame)
         sums = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in self.part_bounds]
+        self._seal(frame, header, sums)
+
+    def _seal(self, frame: bytearray, header: Header, sums: Sequence[int]) -> None:
+        view = memoryview(frame)
         self._sums.pack_into(frame, self._sums_offset, *sums)
         fields = (
             *(
                 _MAGIC,
                 FORMAT_VERSION,
-                _HAS_IMAGES * header.has_images,
+                _HAS_IMAGES * header.has_images | _IS_PACKED * self.is_packed,
                 header.block_tokens,
                 header.number,
                 header.namespace_id,
             ),
-            *(self.part_count, header.payload_bytes, header.block_hash, header.parent_hash),
+            *(self.part_count, self.payload_bytes, header.block_hash, header.parent_hash),
             header.sequence,
         )
         _HEADER.pack_into(frame, 0, *fields, 0)
+        _ERROR.pack_into(frame, self.payload_offset - _ERROR.size, header.error)
         struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(view))
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
@@ -251,7 +335,9 @@ class FrameFormat:
             found,
         ) = _HEADER.unpack_from(frame)
         expected = (_MAGIC, FORMAT_VERSION, self.block_tokens, self.part_count, self.payload_bytes)
-        if (magic, version, block_tokens, parts, size) != expected or flags & ~_HAS_IMAGES:
+        if (magic, version, block_tokens, parts, size) != expected:
+            return None
+        if flags & ~_HAS_IMAGES != _IS_PACKED * self.is_packed:
             return None
         if found != self._head_sum(frame):
             return None
@@ -264,7 +350,18 @@ class FrameFormat:
             parent_hash=parent,
             sequence=seq,
             has_images=bool(flags & _HAS_IMAGES),
+            is_packed=self.is_packed,
+            error=_ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0],
         )
+
+    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
+        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
+        return self.is_packed, _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0]
+
+    @staticmethod
+    def is_marked_packed(frame: bytes | bytearray | memoryview) -> bool:
+        """Say whether a frame's flag marks it as packed. Nothing is checked."""
+        return len(frame) >= HEADER_BYTES and bool(_FLAGS.unpack_from(frame)[0] & _IS_PACKED)
 
     def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
         """Return a copy of the block's token ids."""
@@ -280,9 +377,23 @@ class FrameFormat:
     ) -> str | None:
         """Return why these bytes are not the block asked for, or None if they are.
 
+        Checks :meth:`head_fault`, then the checksum of every part.
+        """
+        found = self.head_fault(frame, block_hash, parent_hash, tokens)
+        return found or (None if self.is_payload_intact(frame) else "checksum")
+
+    def head_fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the head of the block asked for, or None; the payload is not read.
+
         A block whose hash does not depend on its parent is asked for with ``parent_hash`` None.
-        Checks, on the copy handed out: head checksum, identity (both hashes and the token ids
-        themselves, so that a hash collision is a miss), then the checksum of every part.
+        Checks, on the copy handed out: head checksum, then identity (both hashes and the token ids
+        themselves, so that a hash collision is a miss).
         """
         header = self.header(frame)
         if header is None:
@@ -290,9 +401,7 @@ class FrameFormat:
         if header.block_hash != block_hash or parent_hash not in (None, header.parent_hash):
             return "identity"
         ids = np.frombuffer(frame, "<u4", self.block_tokens, self._ids_offset)
-        if not np.array_equal(ids, tokens):
-            return "tokens"
-        return None if self.is_payload_intact(frame) else "checksum"
+        return None if np.array_equal(ids, tokens) else "tokens"
 
     def is_payload_intact(self, frame: memoryview) -> bool:
         """Say whether every part matches its checksum."""
@@ -302,13 +411,142 @@ class FrameFormat:
             for (start, stop), expected in zip(self.part_bounds, sums, strict=True)
         )
 
-    def scatter(
-        self, frame: memoryview, entries: Mapping[str, NDArray[np.uint8]], block: int
-    ) -> None:
-        """Copy a frame's payload to its place as the ``block``-th whole block of ``entries``."""
-        for plane in self._planes:
-            target = plane.in_entries(entries[plane.group], block * plane.entries)
-            target[...] = plane.in_frame(frame)
+    def scatter(self, frame: memoryview, target: Places, block: int) -> str | None:
+        """Hand out a frame's payload as the ``block``-th block of ``target``, verified on the way.
+
+        Returns ``"checksum"`` if what was handed out does not have the checksums of the parts: the
+        place of that block holds anything then and must not be used. Else None.
+
+        Raises:
+            ValueError: if there is no room for the block; nothing was written then.
+
+        Cost: one pass over the payload; each byte is summed when it is copied or unpacked.
+        """
+        sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
+        is_good = native.read_parts(frame, target._parts, sums, target.pieces(block))  # noqa: SLF001
+        return None if is_good else "checksum"
+
+    def reader(self, target: Places) -> native.FrameReader | None:
+        """Return what reads many frames from a file to a target at once.
+
+        It takes a frame for good exactly if :meth:`head_fault` and :meth:`scatter` find no fault.
+        None on a machine whose integers are not those of a frame.
+        """
+        if sys.byteorder != "little":
+            return None
+        head = _HEADER.pack(
+            *(_MAGIC, FORMAT_VERSION, _IS_PACKED * self.is_packed, self.block_tokens, 0, 0),
+            *(self.part_count, self.payload_bytes, b"", b"", 0, 0),
+        )
+        shape = native.FrameShape(
+            self.frame_bytes, self.block_tokens, self.payload_offset, head[:_HASHES_OFFSET]
+        )
+        return target.reader(shape)
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
+        """Return a target of entries as they are stored.
+
+        Shapes:
+            ``entries[group]`` is uint8 ``[layers, n, entry_bytes]``, contiguous along the last
+            axis; or ``[pages, layers, entries of a block, entry_bytes]``, and blocks are pages.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+        """
+        return self.mixed_target(entries, {})
+
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
+        """Return a source of entries as they are to be stored.
+
+        Shapes:
+            As :meth:`entries_target`; arrays may be read-only and share memory.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+        """
+        return self._places(entries, {}, dict.fromkeys(self.entries, _BYTES), is_output=False)
+
+    def values_target(self, values: Mapping[str, Array]) -> Places:
+        """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.
+
+        A frame that goes there must not change meanwhile.
+
+        Shapes:
+            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a
+            block, group.values]``, a NumPy array or a CPU tensor, contiguous along the last axis.
+            It is float32, float16 or bfloat16 for packed formats, and else of the format's dtype.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+            ConfigError: for a format without a codec.
+        """
+        return self.mixed_target({}, values)
+
+    def mixed_target(
+        self, entries: Mapping[str, NDArray[np.uint8]], values: Mapping[str, Array]
+    ) -> Places:
+        """Return a target of numbers for the groups in ``values``, of entries for the others.
+
+        Shapes and errors as :meth:`values_target` and :meth:`entries_target`.
+        """
+        dtypes: dict[str, Sequence[str]] = dict.fromkeys(self.entries, _BYTES)
+        codecs: dict[str, native.Prepared] = {}
+        for name, array in values.items():
+            codec = codec_for(self.layout.group(name))
+            dtypes[name] = (codec.dtype,) if isinstance(codec, RawCodec) else FLOATS
+            if isinstance(codec, PackedCodec):
+                view = host_view(array, f"group {name!r}", FLOATS)
+                codecs[name] = codec.kernel.prepared(view.dtype)
+        return self._places({**entries, **values}, codecs, dtypes, is_output=True)
+
+    def _places(
+        self,
+        arrays: Mapping[str, Array],
+        codecs: Mapping[str, native.Prepared],
+        dtypes: Mapping[str, Sequence[str]],
+        *,
+        is_output: bool,
+    ) -> Places:
+        blocks: list[int] = []
+        views: dict[str, NDArray[np.generic]] = {}
+        for group in self.layout.global_groups:
+            role, count = f"group {group.name!r}", self.entries[group.name]
+            view = host_view(arrays[group.name], role, dtypes[group.name]).data
+            if view.ndim == 3:  # [layers, n, length] as [blocks, layers, entries, length]
+                blocks.append(view.shape[1] // count)
+                view = np.lib.stride_tricks.as_strided(
+                    view,
+                    (blocks[-1], view.shape[0], count, view.shape[2]),
+                    (view.strides[1] * count, *view.strides),
+                )
+            else:
+                blocks.append(view.shape[0])
+            length = group.entry_bytes if dtypes[group.name] == _BYTES else group.values
+            (check_out if is_output else check_in)(
+                view, role, (blocks[-1], len(group.layers), count, length)
+            )
+            views[group.name] = view
+        if is_output:
+            check_apart(views)
+        rows: list[tuple[int, ...]] = []
+        steps: list[int] = []
+        parts: list[native.Part] = []
+        for layer, (start, stop) in zip(self._owners, self.part_bounds, strict=True):
+            first = len(rows)
+            for group in self._members(layer):
+                view, codec = views[group.name], codecs.get(group.name)
+                count = self.entries[group.name]
+                unit = _unit(count)
+                address = view.ctypes.data + group.layers.index(layer) * view.strides[1]
+                for length in (group.values,) if codec else group.planes:
+                    shape = (codec.address if codec else 0, count // unit, unit, length)
+                    rows.append((*shape, address, view.strides[2]))
+                    steps.append(view.strides[0])
+                    address += length
+            parts.append(native.Part(start, stop, first, len(rows)))
+        table = np.array(rows, np.int64)
+        kept = (tuple(views.values()), tuple(codecs.values()))
+        return Places(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)
 
     def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""

@@ -12,11 +12,11 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvstore.cache.opened import OpenStore
 from kvstore.errors import ConfigError, KVStoreError, StoreBusy, StoreError
@@ -60,9 +60,16 @@ class StoreFormat:
     block_tokens: int
     key_bytes: int = 0
     """Longest key of a store whose callers bring their own keys, 0 for one of tokens."""
+    ssd_formats: Mapping[str, str] = field(default_factory=dict)
+    """Entry formats at rest, by group, where they are not the layout's."""
 
 
-def format_text(layout: Layout, block_tokens: int, key_bytes: int = 0) -> str:
+def format_text(
+    layout: Layout,
+    block_tokens: int,
+    key_bytes: int = 0,
+    ssd_formats: Mapping[str, str] | None = None,
+) -> str:
     """Return the one line that says what a store is for. Equal text means equal frames."""
     groups = [
         {
@@ -75,11 +82,13 @@ def format_text(layout: Layout, block_tokens: int, key_bytes: int = 0) -> str:
         }
         for group in layout.global_groups
     ]
-    text = {
+    text: dict[str, Any] = {
         "fingerprint": layout.fingerprint,
         "block_tokens": block_tokens,
         "groups": groups,
-    } | ({"key_bytes": key_bytes} if key_bytes else {})
+    }
+    text |= {"key_bytes": key_bytes} if key_bytes else {}
+    text |= {"ssd_formats": dict(sorted(ssd_formats.items()))} if ssd_formats else {}
     return json.dumps(text, separators=(",", ":"))
 
 
@@ -95,7 +104,12 @@ def parse_format(text: str) -> StoreFormat:
             LayerGroup(**{**group, "layers": tuple(group["layers"])}) for group in found["groups"]
         )
         layout = Layout(model="stored", groups=groups)
-        form = StoreFormat(layout, int(found["block_tokens"]), int(found.get("key_bytes", 0)))
+        form = StoreFormat(
+            layout,
+            int(found["block_tokens"]),
+            int(found.get("key_bytes", 0)),
+            {str(name): str(at_rest) for name, at_rest in found.get("ssd_formats", {}).items()},
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"the store's VERSION file is damaged: {error!r}"
         raise StoreError(msg) from error

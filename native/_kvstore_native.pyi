@@ -6,6 +6,8 @@ class CData:
     """A C pointer, struct or number."""
 
     def __int__(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __add__(self, items: int) -> CData: ...
 
 class PackStats(CData):
     """A ``struct kvstore_pack_stats *``; cffi reads its fields through the pointer."""
@@ -26,7 +28,8 @@ class FFI:
 
     def cast(self, ctype: str, value: int | CData) -> CData: ...
     def new(self, ctype: str, init: object = None) -> Any: ...
-    def from_buffer(self, ctype: str, buffer: object) -> CData: ...
+    def sizeof(self, ctype: str) -> int: ...
+    def from_buffer(self, ctype: str, buffer: object, require_writable: bool = False) -> Any: ...
 
 class Lib:
     """The functions and constants of kvstore_native.h."""
@@ -43,6 +46,7 @@ class Lib:
     KVSTORE_ERR_LEVEL: int
     KVSTORE_ERR_ALIGN: int
     KVSTORE_ERR_INDEX: int
+    KVSTORE_ERR_SUM: int
     KVSTORE_F32: int
     KVSTORE_F16: int
     KVSTORE_BF16: int
@@ -121,6 +125,43 @@ class Lib:
         block_tokens: int,
         level: int,
         digests: CData,
+        /,
+    ) -> int: ...
+    def kvstore_xxh3_64(self, data: CData, size: int, level: int, total: CData, /) -> int: ...
+    def kvstore_read_part(
+        self,
+        part: CData,
+        part_bytes: int,
+        total: int,
+        pieces: CData,
+        count: int,
+        level: int,
+        streamed_bytes: int,
+        /,
+    ) -> int: ...
+    def kvstore_write_part(
+        self,
+        part: CData,
+        part_bytes: int,
+        pieces: CData,
+        count: int,
+        level: int,
+        total: CData,
+        /,
+    ) -> int: ...
+    def kvstore_read_frames(
+        self,
+        frames: CData,
+        file: int,
+        offsets: CData,
+        count: int,
+        hashes: CData,
+        ids: CData,
+        first_block: int,
+        buffer: CData,
+        level: int,
+        streamed_bytes: int,
+        done: CData,
         /,
     ) -> int: ...
 

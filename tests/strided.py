@@ -12,12 +12,12 @@ REDZONE = 0xA5
 
 @st.composite
 def strided(draw: st.DrawFn, shape: tuple[int, ...], itemsize: int) -> tuple[int, list[int]]:
-    """Offset and strides of a buffer whose last axis is contiguous and whose rows are apart."""
+    """Offset and strides of an array whose rows are contiguous and apart, and may run backwards."""
     strides = [itemsize]
     extent = itemsize * shape[-1]
     for length in reversed(shape[:-1]):
         stride = extent + draw(st.integers(0, 7))
-        strides.insert(0, stride)
+        strides.insert(0, stride * draw(st.sampled_from([1, -1])))
         extent += stride * max(length - 1, 0)
     return draw(st.integers(0, 7)), strides
 
@@ -27,10 +27,10 @@ def place(
 ) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
     """A buffer full of red zone, and an unaligned, strided array in it."""
     offset, strides = where
-    span = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-    size = offset + max(span, 0) + strides[-1] + 16
-    buffer = np.full(size, REDZONE, np.uint8)
-    return buffer, np.ndarray(shape, dtype, buffer, offset, strides)
+    steps = [stride * max(length - 1, 0) for stride, length in zip(strides, shape, strict=True)]
+    buffer = np.full(offset + sum(map(abs, steps)) + strides[-1] + 16, REDZONE, np.uint8)
+    first = offset - sum(step for step in steps if step < 0)
+    return buffer, np.ndarray(shape, dtype, buffer, first, strides)
 
 
 def rest_of(buffer: NDArray[np.uint8], view: NDArray[np.generic]) -> NDArray[np.uint8]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 import kvstore
 from kvstore.block import BlockHash
+from kvstore.codec import codec_for
+from kvstore.codec.arrays import FLOATS, numpy_dtype
 from kvstore.frame import FORMAT_VERSION, HEADER_BYTES, RESERVED_BYTES, FrameFormat, Header
 from kvstore.layout import Layout, Lifetime
 from tests.builders import layouts, mixed_layout, random_entries, random_tokens, tiny_layout
@@ -48,7 +52,7 @@ def made_frame(
     frames = FrameFormat(layout, block_tokens)
     tokens = random_tokens(block_tokens, rng)
     entries = random_entries(layout, block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, 0)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), 0)
     return frames, frame, tokens, entries
 
 
@@ -146,7 +150,7 @@ def test_a_payload_is_what_a_slow_reading_of_the_format_gives(
     frames = FrameFormat(layout, block_tokens)
     entries = random_entries(layout, 3 * block_tokens, rng)
     tokens = random_tokens(block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, 1)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), 1)
     assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, 1)
 
 
@@ -161,14 +165,14 @@ def test_any_layout_round_trips_and_lies_as_the_format_says(
     frames = FrameFormat(layout, block_tokens)
     entries = random_entries(layout, blocks * block_tokens, rng)
     tokens = random_tokens(block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, block)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), block)
     assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, block)
     assert frames.payload_bytes == layout.bytes_per_token * block_tokens
     assert fault(frames, frame, tokens) is None
     back = frames.empty(blocks)
     for array in back.values():
         array[...] = 0
-    frames.scatter(memoryview(frame), back, block)
+    assert frames.scatter(memoryview(frame), frames.entries_target(back), block) is None
     for name, array in entries.items():
         count = frames.entries[name]
         mine = slice(block * count, (block + 1) * count)
@@ -183,7 +187,7 @@ def test_v41_blocks_of_any_even_size_round_trip(block_tokens: int) -> None:
     assert frames.payload_bytes == 890 * block_tokens
     assert fault(frames, frame, tokens) is None
     back = frames.empty(1)
-    frames.scatter(memoryview(frame), back, 0)
+    assert frames.scatter(memoryview(frame), frames.entries_target(back), 0) is None
     assert all(np.array_equal(back[name], array) for name, array in entries.items())
     assert frames.header(memoryview(frame)) == header_of(frames)
     assert np.array_equal(frames.tokens(memoryview(frame)), tokens)
@@ -201,8 +205,8 @@ def test_entries_may_be_a_slice_of_a_larger_array() -> None:
     tokens = random_tokens(8, rng)
     larger = random_entries(mixed_layout(), 32, rng)
     view = {name: array[:, frames.entries[name] :] for name, array in larger.items()}
-    frame = frames.encode(header_of(frames), tokens, view, 1)
-    assert frame == frames.encode(header_of(frames), tokens, larger, 2)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(view), 1)
+    assert frame == frames.encode(header_of(frames), tokens, frames.entries_source(larger), 2)
 
 
 def test_a_v41_frame_needs_no_page_more_than_its_payload() -> None:
@@ -244,6 +248,41 @@ def test_every_flipped_bit_of_a_frame_is_seen(layout: Layout, block_tokens: int)
         frame[bit // 8] ^= 1 << bit % 8
     assert seen == {"header": 8 * frames.payload_offset, "checksum": 8 * frames.payload_bytes}
     assert fault(frames, frame, tokens) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"), [(tiny_layout(), 2), (mixed_layout(), 4)], ids=["tiny", "mixed"]
+)
+def test_every_flipped_bit_of_a_payload_is_seen_as_it_is_handed_out(
+    layout: Layout, block_tokens: int
+) -> None:
+    frames, frame, _, entries = made_frame(layout, block_tokens)
+    back = frames.empty(3)
+    for array in back.values():
+        array[...] = 0xA5
+    target = frames.entries_target(back)
+    for bit in range(8 * frames.payload_offset, 8 * len(frame)):
+        frame[bit // 8] ^= 1 << bit % 8
+        found = frames.scatter(memoryview(frame), target, 1)
+        assert found == "checksum", f"bit {bit} of {8 * len(frame)} went unseen"
+        frame[bit // 8] ^= 1 << bit % 8
+    assert frames.scatter(memoryview(frame), target, 1) is None
+    for name, array in back.items():
+        count = frames.entries[name]
+        assert np.array_equal(array[:, count : 2 * count], entries[name])
+        assert (array[:, :count] == 0xA5).all()
+        assert (array[:, 2 * count :] == 0xA5).all()
+
+
+def test_a_wrong_checksum_of_any_part_is_seen_as_it_is_handed_out() -> None:
+    frames, frame, _, _ = made_frame(V41, 2)
+    target = frames.entries_target(frames.empty(1))
+    for part in range(frames.part_count):
+        at = frames.payload_offset - RESERVED_BYTES - 8 * (frames.part_count - part)
+        frame[at] ^= 1
+        assert frames.scatter(memoryview(frame), target, 0) == "checksum"
+        frame[at] ^= 1
+    assert frames.scatter(memoryview(frame), target, 0) is None
 
 
 def test_swapped_parts_of_equal_size_are_seen() -> None:
@@ -338,6 +377,113 @@ def test_the_same_block_makes_the_same_frame() -> None:
     assert made_frame(mixed_layout(), 8)[1] == made_frame(mixed_layout(), 8)[1]
 
 
+# ---- targets -----------------------------------------------------------------------------------
+
+DTYPES = {"u8": "uint8", "f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+@given(layout=layouts(), multiple=st.integers(1, 70), wide=st.sampled_from(FLOATS))
+@settings(max_examples=60)
+def test_numbers_of_any_layout_are_those_of_its_codecs(
+    layout: Layout, multiple: int, wide: str
+) -> None:
+    block_tokens = layout.alignment * multiple
+    frames, frame, _, entries = made_frame(layout, block_tokens)
+    values, expected = {}, {}
+    for group in layout.global_groups:
+        dtype = DTYPES.get(group.entry_format, wide)
+        shape = (len(group.layers), 2 * frames.entries[group.name], group.values)
+        values[group.name] = np.zeros(shape, numpy_dtype(dtype))
+        expected[group.name] = codec_for(group).decode(entries[group.name], dtype)
+    target = frames.values_target(values)
+    assert target.blocks == 2
+    assert frames.scatter(memoryview(frame), target, 1) is None
+    for name, array in values.items():
+        count = frames.entries[name]
+        assert array[:, count:].tobytes() == expected[name].tobytes()
+        assert not array[:, :count].view(np.uint8).any()
+
+
+def test_blocks_may_be_pages() -> None:
+    frames, frame, _, entries = made_frame(V41, 128)
+    pages = {
+        name: np.zeros((3, array.shape[0], 2, *array.shape[1:]), np.uint8)[:, :, 1]
+        for name, array in entries.items()
+    }
+    target = frames.entries_target(pages)
+    assert target.blocks == 3
+    assert frames.scatter(memoryview(frame), target, 2) is None
+    for name, array in pages.items():
+        assert np.array_equal(array[2], entries[name])
+        assert not array[:2].any()
+
+
+def test_a_target_has_room_for_whole_blocks_only() -> None:
+    frames, frame, _, _ = made_frame(mixed_layout(), 4)
+    entries = {name: array[:, :-1] for name, array in frames.empty(3).items()}
+    target = frames.entries_target(entries)
+    assert target.blocks == 2
+    for block in (-1, 2):
+        with pytest.raises(ValueError, match=f"room for 2 blocks, found number {block}"):
+            frames.scatter(memoryview(frame), target, block)
+
+
+def test_a_frame_that_is_cut_short_is_not_read_beyond() -> None:
+    frames, frame, _, _ = made_frame(mixed_layout(), 4)
+    target = frames.entries_target(frames.empty(1))
+    with pytest.raises(ValueError, match="lies outside"):
+        frames.scatter(memoryview(frame)[:-1], target, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda array: array[:, :, :-1], "must have shape"),
+        (lambda array: array[:0], "must have shape"),
+        (lambda array: array[0], "must have shape"),
+        (lambda array: array.view(np.int8), "must have dtype uint8"),
+        (np.asfortranarray, "contiguous along its last axis"),
+        (lambda array: np.broadcast_to(array[:, :1], array.shape), "writable"),
+        (lambda array: as_strided(array, array.shape, (1, 1, 1)), "overlaps itself"),
+    ],
+)
+def test_a_target_that_cannot_be_written_is_refused(
+    spoil: Callable[[NDArray[np.uint8]], NDArray[np.uint8]], message: str
+) -> None:
+    frames = FrameFormat(V41, 128)
+    entries = frames.empty(2)
+    entries["main_r2"] = spoil(entries["main_r2"])
+    with pytest.raises(ValueError, match=message):
+        frames.entries_target(entries)
+
+
+def test_groups_of_a_target_may_not_share_memory() -> None:
+    frames = FrameFormat(V41, 128)
+    entries = frames.empty(1)
+    entries["main_r1"] = np.zeros((1, 192, 288), np.uint8)[:, 64:]
+    entries["index_r1"] = as_strided(entries["main_r1"], (1, 128, 68), (0, 68, 1))
+    with pytest.raises(ValueError, match="main_r1 and index_r1 overlap in memory"):
+        frames.entries_target(entries)
+
+
+def test_numbers_have_a_dtype_that_their_format_unpacks_to() -> None:
+    frames = FrameFormat(V41, 128)
+    values = {
+        group.name: np.zeros((len(group.layers), frames.entries[group.name], group.values), "f8")
+        for group in V41.global_groups
+    }
+    with pytest.raises(ValueError, match="float32 or float16 or bfloat16, found float64"):
+        frames.values_target(values)
+    frames = FrameFormat(SMOLLM2, 1)
+    own = SMOLLM2.global_groups[0].entry_format
+    other = {
+        group.name: np.zeros((len(group.layers), 1, group.values), np.float64)
+        for group in SMOLLM2.global_groups
+    }
+    with pytest.raises(ValueError, match=f"dtype {DTYPES[own]}, found float64"):
+        frames.values_target(other)
+
+
 # ---- golden frames -----------------------------------------------------------------------------
 
 
@@ -365,16 +511,109 @@ def test_a_golden_frame_decodes_to_the_values_it_was_made_of(name: str) -> None:
     header = frames.header(view)
     assert header is not None
     fields = {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(header).items()}
-    assert fields == {"has_images": False} | known["header"]  # the first files do not name it
+    # What was not there yet when the file was made: it has the value of what is not used.
+    later = {"has_images": False, "is_packed": False, "error": 0.0}
+    assert fields == later | known["header"]
     tokens = np.array(known["tokens"], np.uint32)
     assert np.array_equal(frames.tokens(view), tokens)
     assert frames.fault(view, header.block_hash, header.parent_hash, tokens) is None
     entries = frames.empty(1)
-    frames.scatter(view, entries, 0)
+    assert frames.scatter(view, frames.entries_target(entries), 0) is None
     for group, facts in known["entries"].items():
         array = entries[group]
         assert list(array.shape) == facts["shape"]
         assert array[0, 0].tobytes().hex() == facts["first"]
         assert array[-1, -1].tobytes().hex() == facts["last"]
         assert hashlib.sha256(array.tobytes()).hexdigest() == facts["sha256"]
-    assert frames.encode(header, tokens, entries, 0) == frame
+    assert frames.encode(header, tokens, frames.entries_source(entries), 0) == frame
+
+
+# ---- many at once --------------------------------------------------------------------------------
+
+CHAIN = [bytes([number]) * 32 for number in range(7)]
+"""Hashes of a root and six blocks."""
+
+
+def chain_of_frames(frames: FrameFormat, directory: Path) -> tuple[Path, Any, Any]:
+    """Write six frames of a chain to a file, with gaps; return it, the entries and the token ids."""
+    rng = np.random.default_rng(3)
+    entries = random_entries(frames.layout, 6 * frames.block_tokens, rng)
+    tokens = random_tokens(6 * frames.block_tokens, rng)
+    source, path = frames.entries_source(entries), directory / "frames"
+    with path.open("wb") as file:
+        for n in range(6):
+            header = replace(
+                header_of(frames),
+                number=n,
+                has_images=n == 3,
+                parent_hash=BlockHash(CHAIN[n]),
+                block_hash=BlockHash(CHAIN[n + 1]),
+            )
+            ids = tokens[n * frames.block_tokens : (n + 1) * frames.block_tokens]
+            file.write(b"gap" + frames.encode(header, ids, source, n))
+    return path, entries, tokens
+
+
+def read_many(frames: FrameFormat, path: Path, tokens: Any, room: Any) -> int:
+    reader = frames.reader(frames.entries_target(room))
+    assert reader is not None
+    offsets = 3 + np.arange(6, dtype=np.int64) * (frames.frame_bytes + 3)
+    with path.open("rb") as file:
+        return reader.read(file.fileno(), offsets, b"".join(CHAIN), tokens, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"), [(V41, 128), (mixed_layout(), 8), (mixed_layout(), 256)]
+)
+def test_frames_read_together_are_those_read_one_by_one(
+    tmp_path: Path, layout: Layout, block_tokens: int
+) -> None:
+    frames = FrameFormat(layout, block_tokens)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    room = frames.empty(6)
+    assert read_many(frames, path, tokens, room) == 6
+    for name, array in entries.items():
+        np.testing.assert_array_equal(room[name], array)
+
+
+def test_reading_together_stops_at_what_reading_one_by_one_refuses(tmp_path: Path) -> None:
+    """Every byte of a frame, flipped: neither way of reading takes it, and none before suffers."""
+    frames = FrameFormat(mixed_layout(), 8)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    data = path.read_bytes()
+    at = 2 * (frames.frame_bytes + 3) + 3
+    for byte in range(frames.frame_bytes):
+        bad = bytearray(data)
+        bad[at + byte] ^= 1 << byte % 8
+        path.write_bytes(bad)
+        room = frames.empty(6)
+        assert read_many(frames, path, tokens, room) == 2, byte
+        frame = memoryview(bad)[at : at + frames.frame_bytes]
+        ids = tokens[16:24]
+        assert frames.fault(frame, BlockHash(CHAIN[3]), BlockHash(CHAIN[2]), ids) is not None
+        for name, array in entries.items():
+            good = 2 * frames.entries[name]
+            np.testing.assert_array_equal(room[name][:, :good], array[:, :good])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_reading_together_stops_where_the_file_ends(tmp_path: Path, size: int) -> None:
+    frames = FrameFormat(mixed_layout(), 8)
+    path, _, tokens = chain_of_frames(frames, tmp_path)
+    path.write_bytes(path.read_bytes()[: size * (frames.frame_bytes + 3) + 2])
+    assert read_many(frames, path, tokens, frames.empty(6)) == size
+
+
+def test_other_hashes_ids_and_formats_are_not_taken(tmp_path: Path) -> None:
+    frames = FrameFormat(mixed_layout(), 8)
+    path, _, tokens = chain_of_frames(frames, tmp_path)
+    for place in (0, 17, 47):
+        other = tokens.copy()
+        other[place] ^= 1
+        assert read_many(frames, path, other, frames.empty(6)) == place // 8
+    marked = FrameFormat(mixed_layout(), 8, is_packed=True)
+    assert read_many(marked, path, tokens, marked.empty(6)) == 0
+    reader = frames.reader(frames.entries_target(frames.empty(6)))
+    assert reader is not None
+    with path.open("rb") as file, pytest.raises(ValueError, match="of hashes and 40 ids for 6"):
+        reader.read(file.fileno(), np.zeros(6, np.int64), b"".join(CHAIN), tokens[:40], 0)

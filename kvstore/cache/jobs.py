@@ -18,7 +18,7 @@ from kvstore.cache.context import Context
 from kvstore.cache.entries import Stored
 from kvstore.cache.match import Hold
 from kvstore.cache.prefix import Prefix
-from kvstore.frame import FrameFormat
+from kvstore.frame import Frames
 from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Tiers(Protocol):
     """What jobs need of the tiers."""
 
     context: Context
-    format: FrameFormat
+    format: Frames
 
     @property
     def is_owner(self) -> bool:

@@ -161,8 +161,8 @@ class KeyedBlocks(OpenStore):
 
         def encode(header: Header) -> bytearray:
             number = header.number - chain.first
-            entries = {GROUP: sources[at + number].reshape(1, 1, -1)}
-            return self.format.encode(header, chain.blocks[number].words, entries, 0)
+            source = self.format.entries_source({GROUP: sources[at + number].reshape(1, 1, -1)})
+            return self.format.encode(header, chain.blocks[number].words, source, 0)
 
         owned.store(
             *(chain, _NAMESPACE, encode, chain.first),
@@ -205,18 +205,19 @@ class KeyedBlocks(OpenStore):
         bad: list[tuple[NamedBlock, str]] = []
         done = 0
 
-        def fault(i: int, frame: memoryview) -> str | None:
-            block = blocks[wanted[done + i]]
-            return self.format.fault(frame, block.hash, None, block.words)
-
-        def take(i: int, frame: memoryview) -> None:
+        def take(i: int, frame: memoryview) -> str | None:
             place = wanted[done + i]
-            self.format.scatter(frame, {GROUP: targets[place].reshape(1, 1, -1)}, 0)
-            good[place] = True
+            block, entries = blocks[place], {GROUP: targets[place].reshape(1, 1, -1)}
+            target = self.format.entries_target(entries)
+            # Verified before the copy too: a caller's buffer holds the block, or what it held.
+            fault = self.format.fault(frame, block.hash, None, block.words)
+            fault = fault or self.format.scatter(frame, target, 0)
+            good[place] = fault is None
+            return fault
 
         began = time.perf_counter()
         while done < len(wanted):
-            result = self.ssd.read([blocks[i].key for i in wanted[done:]], fault, take)
+            result = self.ssd.read([blocks[i].key for i in wanted[done:]], take)
             done += result.count
             if result.fault is not None:
                 bad.append((blocks[wanted[done]], result.fault))

@@ -12,7 +12,7 @@ from typing import Any
 from kvstore.cache.context import Context
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreBusy, StoreError
-from kvstore.frame import FrameFormat
+from kvstore.frame import Frames
 from kvstore.index import PrefixIndex
 from kvstore.tier.ssd import SsdTier
 
@@ -28,7 +28,7 @@ class OpenStore:
     def __init__(
         self,
         *,
-        frame_format: FrameFormat,
+        frame_format: Frames,
         ssd: SsdTier,
         index: PrefixIndex,
         clock: Callable[[], float],

@@ -21,7 +21,7 @@ from kvstore.cache.context import Context
 from kvstore.cache.prefix import Chain
 from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
-from kvstore.frame import FrameFormat, Header, head_sum
+from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_map_full
 from kvstore.transfer import QueuedBlock, Writer
@@ -96,7 +96,7 @@ class OwnedSsd:
         self,
         context: Context,
         ssd: SsdTier,
-        frame_format: FrameFormat,
+        frame_format: Frames,
         index: PrefixIndex,
         give_up_leases: Callable[[], None],
     ) -> None:
@@ -434,17 +434,24 @@ class OwnedSsd:
     def _make_room(self, runs: list[_Run]) -> None:
         """Evict to the low watermark if the batch would cross the high one; cut what is over."""
         ssd = self.ssd
+        incoming = sum(ssd.stored_bytes(block.frame) for run in runs for block in run.blocks)
         live = ssd.live_bytes
-        incoming = sum(len(run.blocks) for run in runs) * ssd.block_bytes
-        need = plan.room(live, incoming, ssd.high_bytes, ssd.low_bytes)
-        if need is not None:
-            live -= self._evict(-(-need.bytes // ssd.block_bytes)) * ssd.block_bytes
-        room = max(0, (ssd.high_bytes - live) // ssd.block_bytes)
+        # Blocks may be smaller than the largest: one round may free too little, never too much.
+        while need := plan.room(live, incoming, ssd.high_bytes, ssd.low_bytes):
+            self._evict(-(-need.bytes // ssd.block_bytes))
+            before, live = live, ssd.live_bytes
+            if live >= before:  # nothing may leave, or deleting fails
+                break
+        room = ssd.high_bytes - live
         for run in runs:
-            over = max(0, len(run.blocks) - room)
-            del run.blocks[len(run.blocks) - over :]
-            self._context.count_drop("no_room", over)
-            room -= len(run.blocks)
+            fitting = 0
+            for block in run.blocks:
+                room -= ssd.stored_bytes(block.frame)
+                if room < 0:
+                    break
+                fitting += 1
+            self._context.count_drop("no_room", len(run.blocks) - fitting)
+            del run.blocks[fitting:]
         runs[:] = [run for run in runs if run.blocks]
 
     def _evict(self, blocks: int) -> int:
@@ -469,7 +476,10 @@ class OwnedSsd:
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
         """Write the runs in one transaction; where there is no room, free a little and try again."""
-        puts = [self._as_put(block) for run in runs for block in run.blocks]
+        blocks = [block for run in runs for block in run.blocks]
+        with self._context.lock:
+            sequences = [self._context.next_sequence() for _ in blocks]
+        puts = [self._as_put(*each) for each in zip(blocks, sequences, strict=True)]
         if not puts and not uses:
             return True
         for attempt in range(1 + FULL_RETRIES):
@@ -486,12 +496,14 @@ class OwnedSsd:
                 return False
             break
         self._failures, self._is_crowded = 0, False
+        with self._context.lock:
+            for put in puts:
+                self._context.metrics.note_packing(put.record.error, is_packed=put.record.is_packed)
         return True
 
-    def _as_put(self, block: QueuedBlock[Ticket]) -> Put:
+    def _as_put(self, block: QueuedBlock[Ticket], sequence: int) -> Put:
         ticket = block.ticket
-        with self._context.lock:
-            sequence = self._context.next_sequence()
+        is_packed, error = self._format.packing_of(block.frame)
         record = Record(
             parent=block.parent,
             number=block.number,
@@ -500,6 +512,8 @@ class OwnedSsd:
             expires=_stored_expiry(ticket.expires),
             frame_bytes=len(block.frame),
             is_pinned=ticket.is_pinned,
+            is_packed=is_packed,
+            error=error,
             head_sum=head_sum(block.frame),
         )
         return Put(block.key, record, block.frame)

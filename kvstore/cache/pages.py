@@ -19,7 +19,7 @@ from kvstore.policy.lru import Lru
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
 
-Fetch = Callable[[Prefix, int, int, Callable[[int, memoryview], None]], int]
+Fetch = Callable[[Prefix, int, int, Callable[[int, memoryview], str | None]], int]
 """Read blocks ``[start, stop)`` of a prefix, verified, handing each to a taker; return where that
 ended."""
 Expiry = Callable[[Prefix, int], float]

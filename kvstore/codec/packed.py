@@ -122,14 +122,16 @@ class PackedCodec(Codec):
         return self.group.entry_bytes
 
     @override
-    def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
+    def encode(
+        self, values: ArrayT, out: Array | None = None, stats: PackStats | None = None
+    ) -> ArrayT:
         check_length(values, "values", self.values)
         if out is None:
             entries = empty_like(values, (*values.shape[:-1], self.entry_bytes), "uint8")
         else:
             entries = same_kind(out, "out", values)
         check_length(entries, "out", self.entry_bytes)
-        pack(values, self.kernel, out=self._planes(entries))
+        pack(values, self.kernel, out=self._planes(entries), stats=stats)
         return entries
 
     @override

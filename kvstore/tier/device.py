@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.codec import codec_for
 from kvstore.errors import CapacityError, ConfigError
-from kvstore.frame import FrameFormat
+from kvstore.frame import Frames
 from kvstore.layout import LayerGroup
 
 
@@ -33,7 +33,7 @@ class DeviceTier:
 
     name = "device"
 
-    def __init__(self, frame_format: FrameFormat, capacity_bytes: int, device: str) -> None:
+    def __init__(self, frame_format: Frames, capacity_bytes: int, device: str) -> None:
         """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there.
 
         They are made outside inference mode whoever asks, so that anyone may write them.
@@ -63,10 +63,14 @@ class DeviceTier:
             )
             raise ConfigError(msg) from error
         self._free = list(range(self.page_count - 1, -1, -1))
-        self._on_host = self.device.type == "cpu"
-        self._arrays: Mapping[str, NDArray[np.uint8]] = (
-            {name: tensor.numpy() for name, tensor in self.tensors.items()} if self._on_host else {}
+        self._target = (
+            frame_format.entries_target(
+                {name: tensor.numpy() for name, tensor in self.tensors.items()}
+            )
+            if self.device.type == "cpu"
+            else None
         )
+        """All pages, if the host can write them."""
 
     @property
     def free_pages(self) -> int:
@@ -89,16 +93,19 @@ class DeviceTier:
         """Return pages as an int64 tensor on the device."""
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
 
-    def write(self, page: int, frame: memoryview) -> None:
-        """Copy a verified frame's payload into a page."""
-        if self._on_host:
-            target = {name: array[page] for name, array in self._arrays.items()}
-            self._format.scatter(frame, target, 0)
-            return
+    def write(self, page: int, frame: memoryview) -> str | None:
+        """Copy a frame's payload into a page; return why it is bad, or None.
+
+        After a fault the page holds anything, and nobody may be told of it.
+        """
+        if self._target is not None:
+            return self._format.scatter(frame, self._target, page)
         staged = self._format.empty(1)
-        self._format.scatter(frame, staged, 0)
-        for name, array in staged.items():
-            self.tensors[name][page].copy_(torch.from_numpy(array))
+        fault = self._format.scatter(frame, self._format.entries_target(staged), 0)
+        if fault is None:
+            for name, array in staged.items():
+                self.tensors[name][page].copy_(torch.from_numpy(array))
+        return fault
 
     def read(self, page: int, entries: Mapping[str, NDArray[np.uint8]], block: int) -> None:
         """Copy a page to its place as the ``block``-th block of host ``entries``."""

@@ -1,6 +1,6 @@
 """The SSD tier: frames in LMDB, one transaction for metadata, payload and age.
 
-It knows keys, records and frames of one size. It knows no index, no policy and no namespace's
+It knows keys, records and frames. It knows no index, no policy and no namespace's
 meaning. The design and every figure behind it is docs/decisions/0009; docs/format.md, section 5,
 is normative for what lies on disk.
 
@@ -12,6 +12,7 @@ through LMDB before they count as bad.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import math
@@ -22,12 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
 import lmdb.verify
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.errors import ConfigError, StoreBusy, StoreError
@@ -49,10 +52,15 @@ DELETES_PER_COMMIT = 64
 """Deletes per transaction while evicting; they need free pages themselves. docs/decisions/0009."""
 READ_BATCH = 32
 """Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
+FEW_FRAMES = 4
+"""From here on frames are read together: before, one by one is as fast."""
 MINIMUM_BLOCKS = 8
 """A store that cannot hold this many blocks is refused: it would only evict. docs/decisions/0009."""
 _HIGH, _LOW = 0.92, 0.88
 """Watermarks as shares of the cap: uniform values fill 97 % without MapFull. docs/decisions/0009."""
+_MIXED_HIGH, _MIXED_LOW = 0.85, 0.81
+"""The same where frames differ in size: free space comes in pieces then, 85 % is safe and 90 % fails
+in 5 % of commits. docs/decisions/0016."""
 _SPARE_COMMITS = 3
 """Pages freed in a transaction come back two later: room for that many full commits."""
 _TREE_PAGES_PER_BLOCK = 3
@@ -68,9 +76,11 @@ _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
 """Offsets of files are signed 64-bit integers; a hint beyond is damage."""
 
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
-_RECORD = struct.Struct("<16sIIQQdIIQ")
+_RECORD = struct.Struct("<16sIIQQdIHeQ")
+_MOST_ERROR = 65504.0
+"""Largest float16."""
 _SEQUENCE = struct.Struct(">Q")
-_PINNED = 1
+_PINNED, _PACKED = 1, 2
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -90,14 +100,19 @@ class Record:
     """Wall-clock second, 0 for never."""
     frame_bytes: int = 0
     is_pinned: bool = False
+    is_packed: bool = False
+    error: float = 0.0
+    """What packing lost, as the frame says; here with the precision of float16."""
     head_sum: int = 0
     """Checksum of the frame's head, which covers the checksums of its parts."""
 
-    def pack(self) -> bytes:
-        """Return the record as stored."""
+    def pack(self, page: int | None = None) -> bytes:
+        """Return the record as stored, with another page if one is given."""
+        flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
         return _RECORD.pack(
-            *(self.parent, self.number, self.namespace_id, self.sequence, self.page),
-            *(self.expires, self.frame_bytes, _PINNED * self.is_pinned, self.head_sum),
+            *(self.parent, self.number, self.namespace_id, self.sequence),
+            *(self.page if page is None else page, self.expires, self.frame_bytes, flags),
+            *(min(self.error, _MOST_ERROR), self.head_sum),
         )
 
     @classmethod
@@ -105,7 +120,8 @@ class Record:
         """Return the record that ``pack`` wrote, None for anything else."""
         if len(data) != _RECORD.size:
             return None
-        parent, number, namespace, sequence, page, expires, size, flags, head = _RECORD.unpack(data)
+        parent, number, namespace, sequence, page, *others = _RECORD.unpack(data)
+        expires, size, flags, error, head = others
         return cls(
             parent=parent,
             number=number,
@@ -115,6 +131,8 @@ class Record:
             expires=0.0 if math.isnan(expires) else expires,
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
+            is_packed=bool(flags & _PACKED),
+            error=error,
             head_sum=head,
         )
 
@@ -128,12 +146,17 @@ class Put:
     frame: bytearray
 
 
+TakeMany = Callable[[int, int, NDArray[np.int64]], int]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """How far a read came: ``count`` good blocks, then ``fault`` (None if all were good)."""
 
     count: int
     fault: str | None
+    frame_bytes: int = 0
+    """Of the good blocks, together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +165,13 @@ class SsdOptions:
 
     capacity_bytes: int
     frame_bytes: int
+    """Of the largest frame."""
     format_text: str
     """JSON that describes the layout; equal for every open of one store."""
     role: Literal["auto", "owner", "reader"] = "auto"
     preallocate: bool = False
+    is_mixed: bool = False
+    """Frames differ in size."""
 
 
 def pages_of(frame_bytes: int) -> int:
@@ -196,12 +222,12 @@ class SsdTier:
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
         self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
-        self.high_bytes = min(int(_HIGH * self.capacity_bytes), self.capacity_bytes - spare)
-        self.low_bytes = max(0, self.high_bytes - int((_HIGH - _LOW) * self.capacity_bytes))
+        high, low = (_MIXED_HIGH, _MIXED_LOW) if options.is_mixed else (_HIGH, _LOW)
+        self.high_bytes = min(int(high * self.capacity_bytes), self.capacity_bytes - spare)
+        self.low_bytes = max(0, self.high_bytes - int((high - low) * self.capacity_bytes))
         self._env = env
         self._lock_fd = lock_fd
         self._file = os.open(path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        self._map_base = _map_base(self._file)
         self._scratch = threading.local()
         self._users = 0
         self._idle = threading.Condition()
@@ -212,8 +238,6 @@ class SsdTier:
         """Whether a commit or a sync failed, so that the last committed state may not reach the disk."""
         self._is_lost = False
         """Whether that could not be made up for: another commit might overwrite what is on the disk."""
-        self._unhinted: list[BlockKey] = []
-        """Blocks of the last commit, whose pages are written down with the next one."""
         try:
             self._sys, self._meta, self._pay, self._age = (
                 *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
@@ -226,8 +250,13 @@ class SsdTier:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes in the file."""
+        """Bytes that the largest block takes in the file."""
         return pages_of(self.options.frame_bytes) * PAGE_BYTES
+
+    @staticmethod
+    def stored_bytes(frame: bytes | bytearray) -> int:
+        """Return the bytes that a frame takes in the file."""
+        return pages_of(len(frame)) * PAGE_BYTES
 
     @property
     def live_bytes(self) -> int:
@@ -308,63 +337,84 @@ class SsdTier:
     def read(
         self,
         keys: Sequence[BlockKey],
-        check: Callable[[int, memoryview], str | None],
-        take: Callable[[int, memoryview], None],
+        take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None = None,
     ) -> ReadResult:
         """Read frames in order until one is missing or bad.
 
-        ``check(i, frame)`` returns why the copy of block i is bad, or None; a good copy goes to
-        ``take(i, frame)``, which must not keep it. No exception of the medium escapes.
+        ``take(i, frame)`` is given a private copy of block i, which it must not keep, and returns
+        why it is bad, or None. A bad one is read again another way, and taken again. No exception
+        of the medium escapes.
+
+        ``take_many(i, file, offsets)``, if given, reads frames of the largest size itself, from block
+        i on, and returns how many it took before one was not good; ``take`` says why, and goes on.
         """
-        done = 0
+        done = size = 0
         try:
             while done < len(keys):
                 with self._using():
-                    result = self._read_batch(keys, done, check, take)
-                done = result.count
+                    result = self._read_batch(keys, done, take, take_many)
+                done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
-                    return result
+                    return replace(result, frame_bytes=size)
         except (lmdb.Error, OSError):
-            return ReadResult(done, "io")
-        return ReadResult(done, None)
+            return ReadResult(done, "io", size)
+        return ReadResult(done, None, size)
 
     def _read_batch(
         self,
         keys: Sequence[BlockKey],
         first: int,
-        check: Callable[[int, memoryview], str | None],
-        take: Callable[[int, memoryview], None],
+        take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None,
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
-        size = self.options.frame_bytes
-        frame = self._frame_buffer()
+        buffer, read = self._frame_buffer(), 0
         with self._env.begin(buffers=True) as txn:
             found = [txn.get(keys[i], db=self._meta) for i in range(first, stop)]
-            pages = [self._hint(data) for data in found]
-            for page in pages:
+            hints = [self._hint(data) for data in found]
+            for page, size in hints:
                 if page:
                     offset = page * PAGE_BYTES
                     os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
-            for i, data, page in zip(range(first, stop), found, pages, strict=True):
+            taken = self._take_many(first, hints, take_many) if take_many else 0
+            read = taken * self.options.frame_bytes
+            for i, data, (page, size) in zip(
+                range(first + taken, stop), found[taken:], hints[taken:], strict=True
+            ):
                 if data is None:
-                    return ReadResult(i, "missing")
-                fault = self._read_at(page, frame) or check(i, frame) if page else "unhinted"
+                    return ReadResult(i, "missing", read)
+                frame = buffer[:size]
+                fault = self._read_at(page, frame) or take(i, frame) if page else "unhinted"
                 if fault is not None:
                     value = txn.get(keys[i], db=self._pay)
-                    if value is None or len(value) != size:
-                        return ReadResult(i, "missing" if value is None else "header")
+                    if value is None or len(value) > len(buffer):
+                        return ReadResult(i, "missing" if value is None else "header", read)
+                    frame = buffer[: len(value)]
                     frame[:] = value
-                    fault = check(i, frame)
+                    fault = take(i, frame)
                 if fault is not None:
-                    return ReadResult(i, fault)
-                take(i, frame)
-        return ReadResult(stop, None)
+                    return ReadResult(i, fault, read)
+                read += len(frame)
+        return ReadResult(stop, None, read)
 
-    @staticmethod
-    def _hint(data: bytes | memoryview | None) -> int:
-        """Return the page that a record names, 0 for none and for what no file has."""
+    def _take_many(self, first: int, hints: Sequence[tuple[int, int]], take_many: TakeMany) -> int:
+        """Hand over the leading frames that are hinted and of the largest size, if they are a few."""
+        size = self.options.frame_bytes
+        pages = [page for page, _ in takewhile(lambda hint: hint[0] and hint[1] == size, hints)]
+        if len(pages) < FEW_FRAMES:
+            return 0
+        return take_many(
+            first, self._file, np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
+        )
+
+    def _hint(self, data: bytes | memoryview | None) -> tuple[int, int]:
+        """Return the page that a record names and the size there; 0 for what no file has."""
         record = None if data is None else Record.unpack(data)
-        return record.page if record is not None and record.page < _LAST_PAGE else 0
+        if record is None or record.page >= _LAST_PAGE:
+            return 0, 0
+        is_sane = 0 < record.frame_bytes <= self.options.frame_bytes
+        return record.page if is_sane else 0, record.frame_bytes
 
     def _read_at(self, page: int, frame: memoryview) -> str | None:
         try:
@@ -394,23 +444,16 @@ class SsdTier:
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
-        with self._writing, self._using():
-            hints = self._find_pages(self._unhinted)
-            self._put(puts, uses or {}, hints)
-            self._unhinted = [item.key for item in puts]
-
-    def _put(
-        self, puts: Sequence[Put], uses: Mapping[BlockKey, int], hints: Mapping[BlockKey, int]
-    ) -> None:
-        with self._changing() as txn:
-            for key, page in hints.items():
-                self._rewrite(txn, key, page=page)
-            for key, sequence in uses.items():
+        with self._changing(buffers=True) as txn:
+            for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
             for item in puts:
-                self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete may have failed
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
-                txn.put(item.key, item.record.pack(), db=self._meta)
+                value = txn.get(item.key, db=self._pay)
+                record = item.record.pack(0 if value is None else _page_of(value))
+                if not txn.put(item.key, record, db=self._meta, overwrite=False):
+                    self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete has failed
+                    txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
@@ -456,7 +499,7 @@ class SsdTier:
                     self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
 
-    def _drop_age(self, txn: lmdb.Transaction, data: bytes | None) -> None:
+    def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> None:
         """Delete the row of ``age`` that belongs to a stored record, if there is one."""
         record = None if data is None else Record.unpack(data)
         if record is not None:
@@ -477,10 +520,7 @@ class SsdTier:
         return False
 
     def sync(self) -> None:
-        """Make every commit so far survive power loss, and record where payloads lie."""
-        if self._unhinted:
-            with suppress(lmdb.MapFullError):  # a hint is worth no failure
-                self.put([])
+        """Make every commit so far survive power loss."""
         with self._writing, self._using():
             self._heal()
             try:
@@ -490,12 +530,13 @@ class SsdTier:
                 raise
 
     @contextmanager
-    def _changing(self) -> Iterator[lmdb.Transaction[bytes]]:
-        """Change the databases in one durable transaction."""
+    def _changing(self, *, buffers: bool = False) -> Iterator[Any]:
+        """Change the databases in one durable transaction, which returns views if ``buffers``."""
         with self._writing, self._using():
             self._heal()
             try:
-                with self._env.begin(write=True) as txn:
+                begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+                with begin(write=True, buffers=buffers) as txn:
                     yield txn
             except lmdb.MapFullError:  # before anything was written
                 self._env.reader_check()  # a killed reader keeps every page freed since it began
@@ -510,7 +551,7 @@ class SsdTier:
         A kernel may count pages that it failed to write as written. What was not synced by then, the
         last commit's meta page too, may never reach the disk, and a later sync that succeeds does
         not mean that it did. One commit more overwrites nothing that the state on the disk needs,
-        and its sync brings all to the disk; two without a sync between them would. docs/decisions/0015.
+        and its sync brings all to the disk; two without a sync between them would. docs/decisions/0017.
         """
         if not self._is_suspect:
             return
@@ -523,22 +564,6 @@ class SsdTier:
         self._is_lost = True
         self._env.sync(True)  # noqa: FBT003
         self._is_suspect = self._is_lost = False
-
-    def _find_pages(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
-        """Return where committed payloads lie in the file: known only after their commit."""
-        hints: dict[BlockKey, int] = {}
-        if not keys or self._map_base is None:
-            return hints
-        with self._env.begin(buffers=True) as txn:
-            for key in keys:
-                value = txn.get(key, db=self._pay)
-                if value is None:
-                    continue
-                address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
-                page, rest = divmod(address - self._map_base, PAGE_BYTES)
-                if rest == PAGE_HEADER_BYTES:
-                    hints[key] = page
-        return hints
 
     # ---- small facts in `sys` ------------------------------------------------------------------
 
@@ -673,15 +698,23 @@ def is_full(error: BaseException) -> bool:
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 
 
-def _map_base(file: int) -> int | None:
-    """Return the address at which LMDB mapped ``file``, or None where that cannot be known."""
-    inode = str(os.fstat(file).st_ino)
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, offset, _, found, *_ = line.split()
-            if found == inode and int(offset, 16) == 0:
-                return int(span.split("-")[0], 16)
-    return None
+_PAGE_HEADER = struct.Struct("<QHHI")
+"""Number, unused, flags, and for overflow pages how many they are. Source: MDB_page, LMDB 0.9."""
+_IS_OVERFLOW = 4
+assert _PAGE_HEADER.size == PAGE_HEADER_BYTES
+
+
+def _page_of(value: memoryview) -> int:
+    """Return the number of the page that a value begins, 0 if it lies inside a page of the tree.
+
+    ``value`` is what a transaction returned. LMDB gives a page its number when it is written to, and
+    puts the header right before the value, in its copy of the page as in the file.
+    """
+    address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - PAGE_HEADER_BYTES
+    header = ctypes.string_at(address, PAGE_HEADER_BYTES)
+    number, _, flags, pages = _PAGE_HEADER.unpack(header)
+    is_ours = flags & _IS_OVERFLOW and pages == pages_of(len(value)) and number < _LAST_PAGE
+    return int(number) if is_ours else 0
 
 
 def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:

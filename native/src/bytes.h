@@ -19,6 +19,10 @@ static inline uint32_t load_le32(const uint8_t *source) {
     return word;
 }
 
+static inline uint64_t load_le64(const uint8_t *source) {
+    return load_le32(source) | (uint64_t)load_le32(source + 4) << 32;
+}
+
 /* The highest byte first. */
 static inline void store_be32(uint8_t *target, uint32_t word) {
     for (int i = 0; i < 4; i++) {

@@ -104,6 +104,14 @@ static int measure(const struct kvstore_codec *codec, struct walk *walk) {
     return KVSTORE_OK;
 }
 
+int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes *row) {
+    struct walk walk = {.rows = 1, .count = values};
+    const int code = measure(codec, &walk);
+    *row = (struct row_bytes){walk.value_bytes, walk.code_bytes, walk.scale_bytes,
+                              SHAPE[codec->format].block != 0};
+    return code;
+}
+
 /* Check a call of rows, and make one row of those that follow each other. */
 static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const void *values,
                      const void *codes, const void *scales, int is_unpack) {
@@ -124,6 +132,7 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
         walk->code_stride == (ptrdiff_t)walk->code_bytes &&
         walk->scale_stride == (ptrdiff_t)walk->scale_bytes) {
         walk->count *= walk->rows; /* no overflow: check() found that all of it has addresses */
+        walk->value_bytes *= walk->rows;
         walk->rows = 1;
     }
     return KVSTORE_OK;
@@ -177,8 +186,7 @@ static int passes_the_cache(const struct kvstore_codec *codec, const struct walk
     return walk->rows && walk->rows * walk->value_bytes >= codec->streamed_bytes;
 }
 
-/* Once a call: after every row it costs most of what streaming gains. */
-static void end_stream(int is_streamed) {
+void end_stream(int is_streamed) {
 #ifdef KVSTORE_HAS_X86
     if (is_streamed) {
         _mm_sfence();

@@ -79,6 +79,16 @@ void fp4_prepare(struct kvstore_codec *codec, int level);
 pack_row fp4_pack_portable, fp8_pack_portable;
 unpack_row fp4_unpack_portable, fp8_unpack_portable;
 
+/* Bytes of a row of `values` values. Returns OK or SHAPE. */
+struct row_bytes {
+    size_t values, codes, scales;
+    int is_joinable; /* rows that follow each other are a longer row: none has a scale of its own */
+};
+int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes *row);
+
+/* End what kernels have streamed. Once a call: after every row it costs most of what that gains. */
+void end_stream(int is_streamed);
+
 #if defined(__x86_64__)
 #define KVSTORE_HAS_X86 1
 pack_row fp4_pack_avx2, fp4_pack_avx512;

@@ -183,10 +183,11 @@ static inline uintptr_t lowest_of(const struct plane *plane, size_t rows) {
 }
 
 /* Whether two planes share no byte. Planes that interleave must have the same stride. */
-static inline int disjoint(const struct plane *a, const struct plane *b, size_t rows) {
-    const uintptr_t low_a = lowest_of(a, rows);
-    const uintptr_t low_b = lowest_of(b, rows);
-    if (low_a + span_of(a, rows) <= low_b || low_b + span_of(b, rows) <= low_a) {
+static inline int disjoint(const struct plane *a, size_t rows_a, const struct plane *b,
+                           size_t rows_b) {
+    const uintptr_t low_a = lowest_of(a, rows_a);
+    const uintptr_t low_b = lowest_of(b, rows_b);
+    if (low_a + span_of(a, rows_a) <= low_b || low_b + span_of(b, rows_b) <= low_a) {
         return 1;
     }
     const size_t step = magnitude_of(a->stride);
@@ -211,7 +212,7 @@ static inline int check(const struct plane planes[3], int outputs, size_t rows) 
     }
     for (int i = 0; i < outputs; i++) {
         for (int j = i + 1; j < 3; j++) {
-            if (!disjoint(&planes[i], &planes[j], rows)) {
+            if (!disjoint(&planes[i], rows, &planes[j], rows)) {
                 return KVSTORE_ERR_OVERLAP;
             }
         }

@@ -6,6 +6,8 @@ static void test_one_level(void) {
     printf("level %d\n", test_level);
     test_fp4();
     test_fp8();
+    test_gather();
+    test_part();
 }
 
 /* Without an argument, test all; with "avx512" only what that level does. */

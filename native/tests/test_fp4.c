@@ -8,11 +8,6 @@
 
 static const size_t BLOCK[] = {16, 32};
 
-/* A rule to unpack with: the one that allows a global scale. */
-static int unpack_rule(int format) {
-    return format == KVSTORE_NVFP4 ? KVSTORE_RULE_TORCHAO : KVSTORE_RULE_FLOOR;
-}
-
 /* Pack and unpack random bits (a NaN here and there) through rows that start at any address. */
 static void any_shape(int dtype, int format, int rule, size_t rows, size_t blocks, size_t gap) {
     const size_t values = blocks * BLOCK[format];

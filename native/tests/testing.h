@@ -10,11 +10,14 @@
 
 /* Which level the tests run at. */
 extern int test_level;
+enum { LEVELS = 8 }; /* room for those to come */
 
 void test_chain(void);
 void test_codec(void);
 void test_fp4(void);
 void test_fp8(void);
+void test_gather(void);
+void test_part(void);
 
 #define EXPECT(condition)                                                                  \
     do {                                                                                   \
@@ -38,10 +41,15 @@ static inline void *exactly(size_t bytes) {
     return memory;
 }
 
+/* A rule to unpack FP4 with: the one that allows a global scale. */
+static inline int unpack_rule(int format) {
+    return format == KVSTORE_NVFP4 ? KVSTORE_RULE_TORCHAO : KVSTORE_RULE_FLOOR;
+}
+
 /* A prepared codec. Those with a global scale of 1 are kept, as preparing takes its time here;
  * any other one is good until the next. */
 static inline struct kvstore_codec *codec_of(int dtype, int format, int rule, float global_scale) {
-    static struct kvstore_codec *kept[3][3][4][6];
+    static struct kvstore_codec *kept[LEVELS][3][4][6];
     static struct kvstore_codec *last;
     struct kvstore_codec **place =
         global_scale == 1 ? &kept[test_level][dtype][format][rule] : &last;

@@ -29,7 +29,7 @@ from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreBusy, StoreErr
 from kvstore.cache import keys as keys_module
 from kvstore.cache.keyed import KeyedBlocks
 from kvstore.cache.keys import KEYS_ROOT, named
-from kvstore.frame import Header
+from kvstore.frame import FrameFormat, Header
 from kvstore.opening import format_text
 from tests.stores import open_cache
 
@@ -445,7 +445,9 @@ def flip(path: Path, key: str, where: int = 1000) -> None:
         record = tree(store).ssd.record(named(key, 256).key)
         assert record is not None
         assert record.page
-        offset = record.page * 4096 + 16 + tree(store).format.payload_offset + where
+        frames = tree(store).format
+        assert isinstance(frames, FrameFormat)
+        offset = record.page * 4096 + 16 + frames.payload_offset + where
     with (path / "data.mdb").open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -875,7 +877,7 @@ def test_the_format_of_a_keyed_block_is_as_documented() -> None:
         sequence=7,
     )
     entries = {keys_module.GROUP: np.arange(5, dtype=np.uint8).reshape(1, 1, 5)}
-    assert form.encode(header, block.words, entries, 0).hex() == GOLDEN_FRAME
+    assert form.encode(header, block.words, form.entries_source(entries), 0).hex() == GOLDEN_FRAME
     text = json.loads(format_text(form.layout, form.block_tokens, 8))
     assert (text["key_bytes"], text["block_tokens"]) == (8, 3)
     group = text["groups"][0]

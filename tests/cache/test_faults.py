@@ -502,7 +502,7 @@ def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path
         env.done.clear()
         cache.store(more, entries_of(DENSE, more))
         cache.flush()
-        assert env.done == ["commit", "commit", "sync"], "healed once: block, hint, sync"
+        assert env.done == ["commit", "sync"], "healed once"
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
 
 
@@ -560,15 +560,15 @@ def test_a_reader_killed_in_the_middle_of_a_read_does_not_fill_the_map(tmp_path:
         assert counters["write_errors"] == counters["dropped_blocks"]["total"] == 0
 
 
-def test_a_map_without_room_for_hints_and_uses_fails_no_flush(tmp_path: Path) -> None:
+def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
     tokens = tokens_of(4 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         owned(cache)._writer.drain()
         cache.lookup(tokens)
-        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")] * 2)
+        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")])
         cache.flush()
-        assert failing.errors == [], "one of uses, one of hints"
+        assert failing.errors == []
         assert owned(cache)._uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
 

@@ -32,10 +32,19 @@ def f32_before(value: float) -> float:
 
 
 def packed_block(values: list[float], entry_format: str, rule: str) -> tuple[list[int], list[int]]:
-    """Nibbles one by one, and scales, of values padded with zeros to one block."""
+    """Nibbles one by one, and scales, of values padded with zeros to one block.
+
+    Every dtype that holds the values has to agree.
+    """
     block = np.zeros({"nvfp4": 16, "mxfp4": 32}[entry_format], np.float32)
     block[: len(values)] = values
     nibbles, scales = fp4.pack(block, entry_format, scale_rule=rule)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        with np.errstate(over="ignore"):
+            narrow = block.astype(dtype)
+        if np.array_equal(narrow.astype(np.float32), block, equal_nan=True):
+            again = fp4.pack(narrow, entry_format, scale_rule=rule)
+            assert all(map(np.array_equal, again, (nibbles, scales)))
     return [code for byte in nibbles.tolist() for code in (byte & 15, byte >> 4)], scales.tolist()
 
 
@@ -153,6 +162,13 @@ def test_v41_divides_by_its_scale() -> None:
         assert case["divided"] != case["multiplied"]
 
 
+def test_torchao_divides_by_6_and_then_by_the_global_scale() -> None:
+    block = np.zeros(16, np.float32)
+    block[3] = float.fromhex("0x1.2deb86p-4")
+    _, scales = fp4.pack(block, "nvfp4", scale_rule="torchao", global_scale=0.37)
+    assert scales.tolist() == [0x11]  # divided by their product it is a tie, which takes 0x10
+
+
 @pytest.mark.parametrize("case", GOLDEN["vectors"], ids=lambda case: case["name"])
 def test_golden_vectors_stay_what_they_are(case: dict[str, object]) -> None:
     values = np.array([float(text) for text in str(case["values"]).split()], np.float32)
@@ -184,3 +200,17 @@ def test_elements_equal_ml_dtypes_for_every_16_bit_number_below_8(dtype: type[np
     expected = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     assert (scales == 127).all()
     assert np.array_equal(nibbles[:, 0] & 15, expected)
+
+
+def test_where_ml_dtypes_has_a_zero_for_a_nan_kvstore_has_a_nan_block() -> None:
+    nan = np.array([np.nan, -np.nan], np.float32)
+    assert nan.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).tolist() == [8, 0]
+    assert packed_block([*nan.tolist(), 6.0], "mxfp4", "floor") == ([0] * 32, [0xFF])
+    assert packed_block([*nan.tolist(), 6.0], "nvfp4", "v41") == ([0] * 16, [0x7F])
+
+
+def test_beyond_6_ml_dtypes_and_kvstore_saturate() -> None:
+    values = np.array([7.5, 1e9, INF, -INF], np.float32)
+    assert values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).tolist() == [7, 7, 7, 15]
+    assert packed_block([7.5], "mxfp4", "floor")[0][0] == 7
+    assert packed_block([INF, -INF], "mxfp4", "floor")[0][:2] == [7, 15]

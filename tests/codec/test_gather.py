@@ -226,6 +226,7 @@ def c_gather(**change: Any) -> int:
         ({"row_values": 40}, "ERR_SHAPE"),
         ({"into_codes": 0}, "ERR_OVERLAP"),
         ({"into_codes": 191}, "ERR_OVERLAP"),
+        ({"into_codes": -255}, "ERR_OVERLAP"),
     ],
 )
 def test_c_refuses_what_it_cannot_do(change: dict[str, Any], name: str) -> None:

@@ -107,7 +107,11 @@ def test_a_bad_output_stride_is_refused(name: str, stride: int, code: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("offset", "fine"), [(31, False), (32, True), (44, True), (45, False), (-4, True), (-3, False)]
+    ("offset", "fine"),
+    [
+        *((31, False), (32, True), (44, True), (45, False), (-4, True), (-3, False)),
+        *((79, False), (80, True), (-52, True), (-51, False)),  # a row further on, or back
+    ],
 )
 def test_interleaved_planes_may_touch_but_not_share_a_byte(offset: int, fine: bool) -> None:
     memory = np.full(300, REDZONE, np.uint8)

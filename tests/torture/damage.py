@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from kvstore import KVStoreError
-from kvstore.frame import FrameFormat
+from kvstore.frame import FrameFormat, Places
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, Promise, Prompt, check, prompts, read_check, still_works
 from tests.torture.runner import Case, Death, Finding, Kind, in_child
@@ -64,7 +64,16 @@ def flip(case: Case) -> list[Finding]:
 
 def flip_unchecked(case: Case) -> list[Finding]:
     """Change one bit of a store that checks nothing of what it reads: this must find something."""
-    with mock.patch.object(FrameFormat, "fault", return_value=None):
+    checked = FrameFormat.scatter
+
+    def scatter(self: FrameFormat, frame: memoryview, target: Places, block: int) -> None:
+        checked(self, frame, target, block)
+
+    with (
+        mock.patch.object(FrameFormat, "reader", return_value=None),
+        mock.patch.object(FrameFormat, "head_fault", return_value=None),
+        mock.patch.object(FrameFormat, "scatter", scatter),
+    ):
         return flip(case)
 
 

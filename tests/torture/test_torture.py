@@ -42,7 +42,10 @@ def outcomes() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS])
 def test_nothing_is_wrong_lost_or_crashed(kind: str, outcomes: dict[str, dict[str, Any]]) -> None:
-    assert not any(outcomes[kind]["findings"].values()), "\n".join(outcomes[kind]["texts"])
+    texts = outcomes[kind]["texts"]
+    if kind == "flips-open":  # LMDB ends a process whose free list is damaged: docs/torture.md
+        texts = [text for text in texts if "signal SIGABRT" not in text]
+    assert not texts, "\n".join(texts)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from kvstore.block import BlockKey
 from kvstore.engine.vllm.messages import StepPlan, Work
-from kvstore.frame import head_sum
+from kvstore.frame import FrameFormat, head_sum
 from kvstore.tier.ssd import Put, SsdTier
 from tests.engines.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
 from tests.stores import owned
@@ -268,6 +268,7 @@ def test_a_forged_block_changes_the_tokens(model: str, cold: Answers, filled: Pa
         ssd, keys = blocks_of(llm, prompt(385, seed=385))
         frame_format = connectors(llm)[1]._stores[0]._shared.format
         right, other = ssd.frame(keys[1]), ssd.frame(keys[0])
+        assert isinstance(frame_format, FrameFormat)
         assert right is not None
         assert other is not None
         overwrite(ssd, keys[1], frame_format.forge(right, other))

@@ -1,0 +1,216 @@
+"""Frames that are packed at rest: an engine's floats become FP4 or FP8 on their way to SSD.
+
+An engine that caches bfloat16 goes on doing so; the store keeps its blocks packed and hands them out
+unpacked. What that loses is measured for each block when it is packed. A block that would lose more
+than the error budget is kept as it is: *lossless*. So is one that holds a NaN or an infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import BlockHash
+from kvstore.codec import codec_for
+from kvstore.codec.arrays import numpy_dtype
+from kvstore.codec.packed import PackedCodec, PackStats
+from kvstore.codec.raw import DTYPES
+from kvstore.errors import ConfigError
+from kvstore.frame import FrameFormat, Frames, Header, Places
+from kvstore.layout import SCALE_RULES, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a store packs at rest, and how much a block may lose.
+
+    Invariants:
+        ``formats`` is not empty; the budget is not NaN.
+    """
+
+    formats: Mapping[str, str]
+    """Entry format at rest, by GLOBAL group. Groups that are not named stay as they are."""
+    error_budget: float = math.inf
+    """Most relative root-mean-square error of any group of a block; above it, it is lossless."""
+
+
+def packed_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
+    """Return the layout of packed blocks.
+
+    Raises:
+        ConfigError: for a group that there is none of or that holds no floats, or a format that
+            does not pack its values.
+    """
+    known = {group.name: group for group in layout.global_groups}
+    for name, entry_format in formats.items():
+        if name not in known:
+            msg = f"ssd_formats names group {name!r}, expected some of {', '.join(known)}"
+            raise ConfigError(msg)
+        if entry_format not in SCALE_RULES:
+            formats_known = ", ".join(SCALE_RULES)
+            msg = f"ssd_formats: group {name!r} cannot be packed as {entry_format!r}, expected one of {formats_known}"
+            raise ConfigError(msg)
+        found = known[name].entry_format
+        if DTYPES.get(found, "uint8") == "uint8":
+            msg = (
+                f"ssd_formats: group {name!r} is cached as {found}, expected f32, f16 or bf16; "
+                "what is packed already is stored as it is"
+            )
+            raise ConfigError(msg)
+    groups = tuple(
+        replace(group, entry_format=formats[group.name], scale_rule="")
+        if group.name in formats
+        else group
+        for group in layout.groups
+    )
+    return replace(layout, groups=groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingTarget:
+    """Where payloads go, for frames of either form."""
+
+    packed: Places
+    lossless: Places
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSource:
+    """Where payloads come from, and room for one packed block."""
+
+    entries: Mapping[str, NDArray[np.uint8]]
+    lossless: Places
+    room: Mapping[str, NDArray[np.uint8]]
+    packed: Places
+    """Of the room, as block 0."""
+
+
+class PackingFormat:
+    """The frames of a layout that is packed at rest. Offers what :class:`FrameFormat` does.
+
+    Entries that go in and come out are the engine's; only the store sees packed ones.
+
+    Invariants:
+        A frame is packed or lossless as a whole, and says which.
+    """
+
+    def __init__(self, layout: Layout, block_tokens: int, packing: Packing) -> None:
+        """Lay out both forms of a block. Raises ``ConfigError`` as :func:`packed_layout`."""
+        self.packing = packing
+        self.layout = layout
+        self.block_tokens = block_tokens
+        self.lossless = FrameFormat(layout, block_tokens)
+        self.packed = FrameFormat(
+            packed_layout(layout, packing.formats), block_tokens, is_packed=True
+        )
+        self.entries = self.lossless.entries
+        self.payload_bytes = self.lossless.payload_bytes
+        """Of a block in the engine's form, as device pages hold it."""
+        self.frame_bytes = max(self.lossless.frame_bytes, self.packed.frame_bytes)
+        self._codecs: dict[str, tuple[PackedCodec, np.dtype[np.generic]]] = {}
+        for group in self.packed.layout.global_groups:
+            codec = codec_for(group) if group.name in packing.formats else None
+            if isinstance(codec, PackedCodec):
+                engine_format = layout.group(group.name).entry_format
+                self._codecs[group.name] = codec, numpy_dtype(DTYPES[engine_format])
+
+    def _of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
+        """Return the format that a frame's own flag names; whoever reads checks all of it anyway."""
+        return self.packed if FrameFormat.is_marked_packed(frame) else self.lossless
+
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> PackingSource:
+        """Return a source of entries in the engine's form; as :meth:`FrameFormat.entries_source`."""
+        room = self.packed.empty(1)
+        return PackingSource(
+            entries, self.lossless.entries_source(entries), room, self.packed.entries_source(room)
+        )
+
+    def encode(
+        self, header: Header, tokens: NDArray[np.uint32], source: PackingSource, block: int
+    ) -> bytearray:
+        """Return the frame of one block: packed if that loses no more than the budget.
+
+        Cost: packs, measures, and copies the payload.
+        """
+        errors = [0.0]
+        for name, room in source.room.items():
+            count = self.entries[name]
+            entries = source.entries[name][:, block * count : (block + 1) * count]
+            if name in self._codecs:
+                codec, dtype = self._codecs[name]
+                stats = PackStats(is_measured=True)
+                codec.encode(entries.view(dtype), room, stats)
+                errors.append(stats.relative_error)
+            else:
+                room[...] = entries
+        error = float(np.max(errors))  # NaN if one is
+        header = replace(header, error=error)
+        if error <= self.packing.error_budget:
+            return self.packed.encode(header, tokens, source.packed, 0)
+        return self.lossless.encode(header, tokens, source.lossless, block)
+
+    def header(self, frame: memoryview) -> Header | None:
+        """Return the header, or None if these bytes are not an intact head of either form."""
+        return self._of(frame).header(frame)
+
+    def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
+        """Return a copy of the block's token ids."""
+        return self._of(frame).tokens(frame)
+
+    def head_fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the head asked for; as :meth:`FrameFormat.head_fault`."""
+        return self._of(frame).head_fault(frame, block_hash, parent_hash, tokens)
+
+    def fault(
+        self,
+        frame: memoryview,
+        block_hash: BlockHash,
+        parent_hash: BlockHash | None,
+        tokens: NDArray[np.uint32],
+    ) -> str | None:
+        """Return why this is not the block asked for; as :meth:`FrameFormat.fault`."""
+        return self._of(frame).fault(frame, block_hash, parent_hash, tokens)
+
+    def is_payload_intact(self, frame: memoryview) -> bool:
+        """Say whether every part matches its checksum."""
+        return self._of(frame).is_payload_intact(frame)
+
+    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
+        """Say whether a frame is packed, and what packing lost or would have lost."""
+        return self._of(frame).packing_of(frame)
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> PackingTarget:
+        """Return a target of entries in the engine's form; as :meth:`FrameFormat.entries_target`."""
+        lossless = self.lossless.entries_target(entries)
+        numbers = {name: entries[name].view(dtype) for name, (_, dtype) in self._codecs.items()}
+        return PackingTarget(self.packed.mixed_target(entries, numbers), lossless)
+
+    def reader(self, target: PackingTarget) -> None:
+        """Return None: frames of two kinds are read one by one."""
+
+    def scatter(self, frame: memoryview, target: PackingTarget, block: int) -> str | None:
+        """Hand out a frame's payload, unpacked if need be; as :meth:`FrameFormat.scatter`."""
+        found = self._of(frame)
+        place = target.packed if found is self.packed else target.lossless
+        return found.scatter(frame, place, block)
+
+    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
+        """Return uninitialised entries in the engine's form for ``blocks`` blocks, by group."""
+        return self.lossless.empty(blocks)
+
+
+def frames_of(layout: Layout, block_tokens: int, packing: Packing | None) -> Frames:
+    """Return the frames of a layout, packed at rest or not. Raises ``ConfigError`` as they do."""
+    if packing is None:
+        return FrameFormat(layout, block_tokens)
+    return PackingFormat(layout, block_tokens, packing)

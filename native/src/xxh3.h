@@ -1,0 +1,59 @@
+/* XXH3, 64 bits, with seed 0 and the default secret: the checksum of a part, docs/format.md,
+ * section 4. Written from the specification in xxHash's doc/xxhash_spec.md. Private to native/src.
+ *
+ * The length of an input is known before its first byte. So no stripe has to wait for the news
+ * whether another byte follows, and bytes that come in multiples of a stripe are never held back.
+ */
+#ifndef KVSTORE_XXH3_H
+#define KVSTORE_XXH3_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    XXH3_LANES = 8,
+    XXH3_STRIPE = 64,
+    XXH3_SHORT = 240, /* up to here there are no stripes, but a formula for each range of lengths */
+    XXH3_BLOCK_STRIPES = 16 /* after so many the lanes are scrambled */
+};
+
+/* Mix whole stripes into the lanes; `first` is the number of the first one in the input.
+ *
+ * If target is not null, the stripes are copied there as well, past the cache if is_streamed. Each
+ * byte of the data is read once then, and what is mixed is what was written: data that changes
+ * meanwhile cannot have the sum of one state and hand out another. */
+typedef void xxh3_mix(uint64_t lanes[XXH3_LANES], const uint8_t *data, size_t stripes, size_t first,
+                      uint8_t *target, int is_streamed);
+xxh3_mix xxh3_mix_portable;
+
+#if defined(__x86_64__)
+#define KVSTORE_HAS_XXH3_AVX2 1
+xxh3_mix xxh3_mix_avx2;
+#endif
+
+extern const uint8_t xxh3_secret[192];
+
+/* A sum in the making. */
+struct xxh3 {
+    uint64_t lanes[XXH3_LANES];
+    xxh3_mix *mix;
+    uint64_t total, seen; /* bytes of the input, and how many of them have come */
+    uint64_t striped;     /* how many of them are mixed as whole stripes; at least one is not */
+    /* The stripe that ends at `striped`, and then bytes that wait: for their stripe to be whole, or
+     * behind `striped` for the end. The last stripe of an input ends with it and overlaps another.
+     */
+    uint8_t held[XXH3_STRIPE + XXH3_SHORT];
+};
+
+/* Start the sum of `total` bytes. The level must be one that this processor has. */
+void xxh3_begin(struct xxh3 *sum, uint64_t total, int level);
+
+/* Add the next bytes, of any number, `total` in all. Also copy them to target, unless it is null;
+ * this is as careful as xxh3_mix. */
+void xxh3_update(struct xxh3 *sum, const uint8_t *data, size_t bytes, uint8_t *target,
+                 int is_streamed);
+
+/* Return the sum, once all bytes have come. */
+uint64_t xxh3_end(const struct xxh3 *sum);
+
+#endif
