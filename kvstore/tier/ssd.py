@@ -236,6 +236,8 @@ class SsdTier:
         """Held through every write transaction: healing is no other's business."""
         self._is_suspect = False
         """Whether a commit or a sync failed, so that the last committed state may not reach the disk."""
+        self._is_damaged = False
+        """Whether a write met a page that makes no sense: the next opening is to look at all of them."""
         self._is_lost = False
         """Whether that could not be made up for: another commit might overwrite what is on the disk."""
         try:
@@ -541,8 +543,9 @@ class SsdTier:
             except lmdb.MapFullError:  # before anything was written
                 self._env.reader_check()  # a killed reader keeps every page freed since it began
                 raise
-            except MEDIUM_ERRORS:
+            except MEDIUM_ERRORS as error:
                 self._is_suspect = True
+                self._is_damaged |= isinstance(error, DAMAGE)
                 raise
 
     def _heal(self) -> None:
@@ -615,7 +618,8 @@ class SsdTier:
                 return
             self._idle.wait_for(lambda: self._users == 0, timeout=60)
             self._is_closed = True
-        if self.is_owner and not self._is_suspect:  # else the next opening walks the tree
+        # If not marked as clean, the next opening walks all trees, with the heads of all values.
+        if self.is_owner and not (self._is_suspect or self._is_damaged):
             with suppress(lmdb.Error):
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)

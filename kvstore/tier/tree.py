@@ -34,6 +34,8 @@ _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _META_PAGE = 1, 2, 8
 _BIG, _DATABASE = 1, 2
 """Flags of a node: its value lies in pages of its own; its value is the record of a database."""
+_INTEGER_KEYS = 8
+"""Flag of a database: the free lists' one, by transaction."""
 _EMPTY = 2**64 - 1
 _NOWHERE = 2**40
 """A page beyond any file: numbers up to it can be added without overflow."""
@@ -157,6 +159,7 @@ class _Walk:
             == (number, _META_PAGE, _MAGIC, _VERSION, PAGE_BYTES)
             and map_bytes % PAGE_BYTES == 0
             and map_bytes < 2**47
+            and (free.flags, main.flags, main.pad) == (_INTEGER_KEYS, 0, 0)
             and transaction % _METAS == (number if transaction else 0),
             f"meta page {number} makes no sense",
         )

@@ -609,3 +609,19 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         cache.store(last, entries_of(DENSE, last))
         cache.flush()
         assert cache.lookup(last).hit_tokens == BLOCK
+
+
+def test_damage_that_a_write_meets_is_looked_for_at_the_next_opening(tmp_path: Path) -> None:
+    """The head of a value is read by deletes only: without it the store would stay full for ever."""
+    path = tmp_path / "s"
+    tokens = fill(path)
+    form = FrameFormat(DENSE, BLOCK)
+    middle = form.payload_offset + form.payload_bytes // 2
+    flip(path, payload_place(path, tokens, 5) - middle - 16 + 2)  # its number of a page
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 12 * BLOCK
+        cache.clear()
+        assert cache.stats()["counters"]["write_errors"] > 0
+    with open_cache(path) as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 1
+        assert cache.stats()["tiers"]["ssd"]["blocks"] == 0

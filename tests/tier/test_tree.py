@@ -58,22 +58,18 @@ def test_it_agrees_with_the_verifier_of_lmdb(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "value"),
-    [
-        (40, 8192),  # the page size
-        (96, 1 << 40),  # a counter of the main database
-        (136, 1 << 40),  # the last page
-    ],
-    ids=["page size", "counter", "last page"],
+    ("form", "offset", "value"),
+    [("<I", 40, 8192), ("<H", 92, 4), ("<Q", 96, 1 << 40), ("<Q", 136, 1 << 40)],
+    ids=["page size", "flags", "counter", "last page"],
 )
 def test_a_meta_page_that_lies_is_set_aside_and_not_for_ever_in_the_way(
-    store: Path, offset: int, value: int
+    store: Path, form: str, offset: int, value: int
 ) -> None:
     """LMDB alone refuses such a file at each opening, or counts pages that are not there."""
     data = store / "data.mdb"
     spoiled = bytearray(data.read_bytes())
     for meta in (0, 4096):
-        struct.pack_into("<I" if offset == 40 else "<Q", spoiled, meta + offset, value)
+        struct.pack_into(form, spoiled, meta + offset, value)
     data.write_bytes(spoiled)
     tokens = tokens_of(2 * BLOCK + 1, 99)
     with open_cache(store, ssd_bytes="3MiB") as cache:
