@@ -417,7 +417,6 @@ class OwnedSsd:
             elif fresh:
                 staged.update(block.key for block in fresh)
                 runs.append(_Run(ticket, fresh))
-        self._undeleted = [key for key in self._undeleted if key not in staged]
         return runs
 
     def _pin_parents(self, runs: Iterable[_Run]) -> list[Segment]:
@@ -496,7 +495,9 @@ class OwnedSsd:
                 return False
             break
         self._failures, self._is_crowded = 0, False
-        with self._context.lock:
+        written = {put.key for put in puts}
+        with self._context.lock:  # not before: a block whose put fails is still to be deleted
+            self._undeleted = [key for key in self._undeleted if key not in written]
             for put in puts:
                 self._context.metrics.note_packing(put.record.error, is_packed=put.record.is_packed)
         return True

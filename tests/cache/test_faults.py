@@ -367,6 +367,24 @@ def test_failed_deletes_are_made_up_for(tmp_path: Path) -> None:
         assert ssd.block_count == 0
 
 
+def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: Path) -> None:
+    """The block would stay on the medium, unknown, and be an orphan once its parent is evicted."""
+    tokens = tokens_of(10 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        ssd = cache._shared.ssd
+        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
+        cache.clear()
+        FailingPut(ssd, [OSError(errno.EIO, "I/O error")])
+        again = tokens[: 3 * BLOCK]
+        cache.store(again, entries_of(DENSE, again))
+        owned(cache)._writer.drain()
+        ssd.delete = real  # type: ignore[method-assign]
+        cache.clear()
+        assert ssd.block_count == 0
+
+
 def _raise(*args: Any) -> None:
     raise lmdb.DiskError("I/O error")
 
