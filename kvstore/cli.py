@@ -257,6 +257,34 @@ def verify(directory: Path, /, *, as_json: Json = False) -> int:
     return FAILED if bad else OK
 
 
+@app.command
+def evict(directory: Path, /, *, to: str, as_json: Json = False) -> int:
+    """Evict blocks that were used least recently; exit 1 if pins keep the store above the size.
+
+    Parameters
+    ----------
+    directory
+        The store. No process may own it.
+    to
+        What stays in use at most: a size such as 4GiB, or a share of the store's cap such as 50%.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import upkeep
+
+    found = upkeep.evict(directory, to)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(
+            f"{found['evicted_blocks']:,} blocks of {found['evicted_bytes']:,} bytes evicted; "
+            f"{found['blocks']:,} blocks and {found['live_bytes']:,} bytes are left"
+        )
+    if not found["is_reached"]:
+        complain(f"pinned blocks keep {directory} above {found['target_bytes']:,} bytes")
+    return OK if found["is_reached"] else FAILED
+
+
 # ---- what commands share ---------------------------------------------------------------------------
 
 

@@ -209,6 +209,12 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
         return shared
 
 
+def is_open_here(path: Path) -> bool:
+    """Say whether this process has the store at ``path`` open, as owner or reader."""
+    with _opening:
+        return _identity(path) in _opened
+
+
 def unshare(shared: OpenStore) -> None:
     """Count one opening less; the last one closes the store."""
     with _opening:
