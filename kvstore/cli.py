@@ -285,6 +285,30 @@ def evict(directory: Path, /, *, to: str, as_json: Json = False) -> int:
     return OK if found["is_reached"] else FAILED
 
 
+@app.command
+def compact(directory: Path, /, *, as_json: Json = False) -> int:
+    """Give the free pages of a store back to the disk. A kill at any time costs nothing.
+
+    Parameters
+    ----------
+    directory
+        The store. No process may own it or read it; its disk needs room for a copy of what is in use.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import upkeep
+
+    found = upkeep.compact(directory)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(
+            f"{found['blocks']:,} blocks: {found['bytes_before']:,} bytes before, "
+            f"{found['bytes_after']:,} now"
+        )
+    return OK
+
+
 # ---- what commands share ---------------------------------------------------------------------------
 
 

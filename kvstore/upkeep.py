@@ -9,6 +9,7 @@ from typing import Any
 from kvstore import admin
 from kvstore.errors import ConfigError
 from kvstore.opening import resolved, size_bytes
+from kvstore.tier import directory
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
@@ -64,4 +65,32 @@ def evict(path: Path, to: str) -> dict[str, Any]:
             "live_bytes": live,
             "file_bytes": ssd.file_bytes,
             "capacity_bytes": ssd.capacity_bytes,
+        }
+
+
+def compact(path: Path) -> dict[str, Any]:
+    """Give the free pages of a store back to the disk. Returns plain JSON values.
+
+    A kill at any time leaves the old file or the new one.
+
+    Raises:
+        StoreBusy: if a process owns the store or reads it.
+        StoreError: if there is none, or its copy does not fit beside it; it stays as it was.
+
+    Cost: as opening the store; reads what is in use twice, writes it once, and needs that much space.
+    """
+    path = resolved(path)
+    directory.require_store(path)
+    before = (path / directory.DATA_FILE).stat().st_size
+    with admin.owned(path) as store:
+        store.ssd.compact()
+        after = store.ssd.disk_bytes
+        return {
+            "path": str(path),
+            "bytes_before": before,
+            "bytes_after": after,
+            "freed_bytes": before - after,
+            "blocks": store.ssd.block_count,
+            "live_bytes": store.ssd.live_bytes,
+            "capacity_bytes": store.ssd.capacity_bytes,
         }

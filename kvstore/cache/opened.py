@@ -5,6 +5,7 @@ Whatever a cache is asked by, tokens or keys, this is the part that does not dif
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex
 from kvstore.tier.ssd import SsdTier
+
+logger = logging.getLogger(__name__)
 
 
 class OpenStore:
@@ -42,6 +45,8 @@ class OpenStore:
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        self._why_large = ""
+        """Why the file is larger than its cap, if it is."""
         if ssd.is_owner:
             self.owned = OwnedSsd(self.context, ssd, frame_format, index, self._give_up_leases)
 
@@ -55,6 +60,37 @@ class OpenStore:
     def is_owner(self) -> bool:
         """Say whether this process writes."""
         return self.owned is not None
+
+    def keep_to_cap(self) -> None:
+        """As the owner of a store that was larger before: evict, and give the disk its space back.
+
+        Where the file cannot shrink (somebody reads it, the disk is too full for a copy) it is
+        logged, and an alarm from then on; the file is filled again and grows no further.
+
+        Raises:
+            StoreError: if the medium fails while blocks are evicted.
+
+        Cost: nothing under an old cap; else that of :meth:`SsdTier.compact`.
+        """
+        ssd = self.ssd
+        if self.owned is None:
+            return
+        if ssd.live_bytes > ssd.high_bytes:
+            self.owned.evict_to(ssd.low_bytes)
+        ssd.trim()
+        if ssd.file_bytes <= ssd.capacity_bytes:
+            return
+        try:
+            ssd.compact()
+        except (StoreBusy, StoreError) as error:
+            self._why_large = str(error)
+            logger.warning("%s", self._size_alarm(ssd.file_bytes, ssd.capacity_bytes))
+
+    def _size_alarm(self, file_bytes: int, capacity_bytes: int) -> str:
+        return (
+            f"the file of {self.ssd.path} takes {file_bytes} bytes, more than ssd_bytes "
+            f"{capacity_bytes}, and was not compacted when it was opened: {self._why_large}"
+        )
 
     def guard(self) -> None:
         """Raise ``StoreError`` in a forked child or after ``close``."""
@@ -109,9 +145,6 @@ class OpenStore:
 
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
         found = [] if self.owned is None else self.owned.alarms
-        if self.is_owner and ssd["file_bytes"] > ssd["capacity_bytes"]:
-            found.append(
-                f"the file takes {ssd['file_bytes']} bytes, more than ssd_bytes "
-                f"{ssd['capacity_bytes']}: it was larger before and does not shrink"
-            )
+        if self._why_large and ssd["file_bytes"] > ssd["capacity_bytes"]:
+            found.append(self._size_alarm(ssd["file_bytes"], ssd["capacity_bytes"]))
         return found

@@ -25,6 +25,8 @@ VERSION_FILE = "VERSION"
 _PARTIAL_FILE = "VERSION.partial"
 """``VERSION`` while it is written: left behind by a process that was killed just then."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
+_COPY_FOLDER = "compacting"
+"""Where a compacted copy is made: inside the store, as a rename must stay in one file system."""
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "lustre"}
 )
@@ -248,3 +250,65 @@ def file_system(path: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]
     return kind
+
+
+# ---- exchanging the data file --------------------------------------------------------------------
+
+
+def new_copy_folder(path: Path) -> Path:
+    """Return an empty private folder in a store for a copy of its data file."""
+    sweep(path)
+    folder = path / _COPY_FOLDER
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def sweep(path: Path) -> None:
+    """Remove the copy that a process left behind which was killed while it compacted.
+
+    Only the owner may: the copy is its own.
+    """
+    folder = path / _COPY_FOLDER
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_map_lock(path: Path) -> int:
+    """Return a descriptor of the lock file of the database, for ``try_alone``.
+
+    Closing it drops every lock that this process has on the file, those of LMDB too: it must stay
+    open while the database is.
+    """
+    return os.open(path / _MAP_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def try_alone(path: Path, map_lock: int) -> None:
+    """Keep other processes from opening the database until ``let_in``.
+
+    Each process that has it open holds the first byte of its lock file, shared, and takes that
+    before it reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9.
+
+    Raises:
+        StoreBusy: if one has it open.
+    """
+    try:
+        fcntl.lockf(map_lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    except (BlockingIOError, PermissionError) as error:
+        msg = f"{path} is open in another process that reads it; close it there first"
+        raise StoreBusy(msg) from error
+
+
+def let_in(map_lock: int, *, is_open: bool) -> None:
+    """Let others open the database again; ``is_open`` keeps what LMDB holds in this process."""
+    fcntl.lockf(map_lock, fcntl.LOCK_SH if is_open else fcntl.LOCK_UN, 1, 0)
+
+
+def exchange(path: Path, folder: Path) -> None:
+    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less."""
+    (folder / DATA_FILE).replace(path / DATA_FILE)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
