@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.block import BlockKey, block_key
-from kvstore.cache.keys import KEYS_ROOT
+from kvstore.block import BlockKey
+from kvstore.cache.integrity import stored_fault
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import namespace_facts
 from kvstore.errors import ConfigError, StoreBusy, StoreError
-from kvstore.frame import Frames, Header, head_sum
-from kvstore.hash import block_hashes
+from kvstore.frame import Frames
 from kvstore.index import PrefixIndex, Segment
 from kvstore.metrics import Metrics, histogram
 from kvstore.opening import StoreFormat, is_open_here, parse_format, take_over
@@ -41,16 +40,19 @@ class OpenedStore:
     frame_format: Frames
 
     @property
+    def is_keyed(self) -> bool:
+        """Whether its callers bring their own keys."""
+        return self.form.key_bytes > 0
+
+    @property
     def capacity_bytes(self) -> int:
         """The cap that its last owner gave it, 0 if that is not known."""
         text = self.ssd.fact("capacity") or b""
         return int(text) if text.isdigit() and len(text) < 20 else 0
 
 
-def _described(path: Path) -> tuple[StoreFormat, SsdOptions, Frames]:
-    """Return what the store at ``path`` is for, and how it is read. Raises ``StoreError``."""
-    directory.require_store(path)
-    text = directory.read_format(path)
+def _described(text: str) -> tuple[StoreFormat, SsdOptions, Frames]:
+    """Return what a store is for, and how it is read. Raises ``StoreError``."""
     form, frame_format = parse_frames(text)
     options = SsdOptions(
         capacity_bytes=minimum_capacity(frame_format.frame_bytes),
@@ -84,7 +86,8 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     Raises:
         StoreError: if there is none, or it cannot be read.
     """
-    form, options, frame_format = _described(path)
+    directory.require_store(path)
+    form, options, frame_format = _described(directory.read_format(path))
     ssd, _ = open_ssd(path, options)
     try:
         yield OpenedStore(ssd, form, frame_format)
@@ -97,23 +100,31 @@ def opened(path: Path) -> Iterator[OpenedStore]:
 
 @contextmanager
 def owned(
-    path: Path, *, index: PrefixIndex | None = None, capacity_bytes: int | None = None
+    path: Path,
+    *,
+    index: PrefixIndex | None = None,
+    capacity_bytes: int | None = None,
+    format_text: str | None = None,
 ) -> Iterator[OpenStore]:
     """Own the store at ``path``, whatever its layout, while the context lasts.
 
-    Without ``capacity_bytes`` its cap stays what it was. ``index`` is an empty one to fill.
+    Without ``capacity_bytes`` its cap stays what it was. With ``format_text`` it must be for that,
+    and is made if there is none. ``index`` is an empty one to fill.
 
     Raises:
         StoreBusy: if a process owns it, named, or this one has it open.
+        LayoutMismatch: if it is for something else; it is left untouched.
         StoreError: if there is none, or it is broken; then it was moved aside.
     """
-    directory.require_store(path)
+    if format_text is None:
+        directory.require_store(path)
     if is_open_here(path):
         msg = f"{path} is open in this process; close it first"
         raise StoreBusy(msg)
     if directory.owner_pid(path) is not None:
         raise directory.busy(path)
-    _, options, frame_format = _described(path)
+    text = directory.read_format(path) if format_text is None else format_text
+    _, options, frame_format = _described(text)
     if capacity_bytes is None:
         with opened(path) as seen:
             capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
@@ -297,29 +308,7 @@ def _fault(
     if data is None:
         return "missing"
     frame = memoryview(data)
-    header = store.frame_format.header(frame)
-    if header is None or head_sum(frame) != record.head_sum:
-        return "header"
-    if not store.frame_format.is_payload_intact(frame):
-        return "checksum"
-    if not _is_itself(store, frame, header, key, record):
-        return "identity"
+    fault = stored_fault(store.frame_format, frame, key, record, is_keyed=store.is_keyed)
     parent = records.get(record.parent) if records else store.ssd.record(record.parent)
     has_parent = parent is not None and parent.number == record.number - 1
-    if block_key(header.parent_hash) != record.parent or (record.number and not has_parent):
-        return "parent"
-    return None
-
-
-def _is_itself(
-    store: OpenedStore, frame: memoryview, header: Header, key: BlockKey, record: Record
-) -> bool:
-    """Say whether a frame's token ids, hash, key and record all name the same block."""
-    ids, block_tokens = store.frame_format.tokens(frame), store.frame_format.block_tokens
-    above = KEYS_ROOT if store.form.key_bytes else header.parent_hash
-    derived = block_hashes(above, ids, block_tokens)
-    return (
-        block_key(header.block_hash) == key
-        and (header.has_images or derived == [header.block_hash])
-        and (header.number, header.namespace_id) == (record.number, record.namespace_id)
-    )
+    return fault or ("parent" if record.number and not has_parent else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache.keys import GROUP, KEYS_ROOT, KeyChain, NamedBlock, key_of
+from kvstore.cache.keys import GROUP, KEYS_NAMESPACE, KEYS_ROOT, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
@@ -28,7 +28,6 @@ from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 
 Bytes = NDArray[np.uint8]
 """A block's bytes, uint8 ``[block_bytes]``."""
-_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 
 
 @dataclass(slots=True)
@@ -165,7 +164,7 @@ class KeyedBlocks(OpenStore):
             return self.format.encode(header, chain.blocks[number].words, entries, 0)
 
         owned.store(
-            *(chain, _NAMESPACE, encode, chain.first),
+            *(chain, KEYS_NAMESPACE, encode, chain.first),
             wait=deadline - time.monotonic(),
             ttl=None,
             is_pinned=False,
