@@ -140,7 +140,7 @@ def take_over(directory_path: Path, options: SsdOptions, build: Callable[[SsdTie
         ssd, set_aside = open_ssd(directory_path, options)
         try:
             store = build(ssd)
-            store.keep_to_cap()
+            store.start()
         except MEDIUM_ERRORS as error:
             ssd.give_up()  # not closed cleanly: the next opening checks the whole tree
             if ssd.is_owner and not is_last:

@@ -46,12 +46,15 @@ class KeyedBlocks(OpenStore):
         A key has one block and one parent: who comes second finds it there.
     """
 
+    is_keyed = True
+
     def __init__(
         self,
         *,
         frame_format: FrameFormat,
         ssd: SsdTier,
         on_removed: Callable[[BlockKey], object] | None = None,
+        scrub_bytes_per_second: int = 0,
     ) -> None:
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
@@ -63,6 +66,7 @@ class KeyedBlocks(OpenStore):
             index=self._index,
             clock=time.monotonic,
             wall_clock=time.time,
+            scrub_bytes_per_second=scrub_bytes_per_second,
         )
 
     # ---- where a block is; the caller holds the context's lock ---------------------------------
@@ -349,6 +353,7 @@ class KeyedBlocks(OpenStore):
                 "block_bytes": self.format.payload_bytes,
                 "tiers": {"ssd": ssd},
                 "pinned_keys": len(self._pins),
+                "scrub": self._scrub_stats(),
                 "counters": self.metrics.as_dict(),
                 "alarms": self._alarms(ssd),
             }

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.cache.context import Context
 from kvstore.cache.owner import OwnedSsd
+from kvstore.cache.scrub import Scrubber
 from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex
@@ -24,9 +25,13 @@ class OpenStore:
     """A store directory that this process has open.
 
     ``owned`` is None in a reader; then the medium itself says what is stored.
+    ``scrub_bytes_per_second`` is the rate of the background scrub, 0 for none.
 
     Threads: every public method may be called from any thread of the process that opened it.
     """
+
+    is_keyed = False
+    """Whether callers bring their own keys."""
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class OpenStore:
         index: PrefixIndex,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        scrub_bytes_per_second: int = 0,
     ) -> None:
         """Take over an open tier; as its owner, fill ``index`` from its records."""
         self.format = frame_format
@@ -45,6 +51,8 @@ class OpenStore:
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        self._scrub_rate = scrub_bytes_per_second
+        self._scrubber: Scrubber | None = None
         self._why_large = ""
         """Why the file is larger than its cap, if it is."""
         if ssd.is_owner:
@@ -61,7 +69,20 @@ class OpenStore:
         """Say whether this process writes."""
         return self.owned is not None
 
-    def keep_to_cap(self) -> None:
+    def start(self) -> None:
+        """Begin what an owner does all the time, once the store is in order."""
+        self._keep_to_cap()
+        if self.owned is not None and self._scrub_rate:
+            self._scrubber = Scrubber(
+                self.context,
+                self.owned,
+                self.format,
+                bytes_per_second=self._scrub_rate,
+                is_keyed=self.is_keyed,
+            )
+            self._scrubber.start()
+
+    def _keep_to_cap(self) -> None:
         """As the owner of a store that was larger before: evict, and give the disk its space back.
 
         Where the file cannot shrink (somebody reads it, the disk is too full for a copy) it is
@@ -119,6 +140,8 @@ class OpenStore:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._scrubber is not None:
+            self._scrubber.stop()
         try:
             self._finish_background(is_last=True)
             if self.owned is not None:
@@ -131,6 +154,10 @@ class OpenStore:
         self._is_closed = True
         self.context.abandon()
         self.ssd.abandon()
+
+    def _scrub_stats(self) -> dict[str, Any] | None:
+        """Return where the scrub is, None if there is none."""
+        return None if self._scrubber is None else self._scrubber.stats()
 
     def _ssd_sizes(self) -> dict[str, Any]:
         """Return how full the tier is, as plain JSON values."""

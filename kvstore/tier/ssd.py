@@ -289,6 +289,19 @@ class SsdTier:
                 if record is not None and len(key) == KEY_BYTES:
                     yield BlockKey(bytes(key)), record
 
+    def records_after(self, key: bytes, count: int) -> list[tuple[BlockKey, Record]]:
+        """Return up to ``count`` records whose keys follow ``key``, in the order of their keys."""
+        found: list[tuple[BlockKey, Record]] = []
+        with self._using(), self._env.begin() as txn:
+            cursor = txn.cursor(self._meta)
+            more = cursor.set_range(key + b"\0")
+            while more and len(found) < count:
+                record = Record.unpack(cursor.value())
+                if record is not None and len(cursor.key()) == KEY_BYTES:
+                    found.append((BlockKey(bytes(cursor.key())), record))
+                more = cursor.next()
+        return found
+
     def record(self, key: BlockKey) -> Record | None:
         """Return the record of ``key``, or None."""
         with self._using(), self._env.begin() as txn:
