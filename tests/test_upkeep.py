@@ -381,7 +381,7 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
     else:
         real = ssd_module._try_open
 
-        def spoiled(folder: Path, *args: Any) -> Any:
+        def spoiled(folder: Path, *args: Any, **options: Any) -> Any:
             if folder.name == "compacting":
                 with (folder / "data.mdb").open("r+b") as file:
                     if fault == "copy":
@@ -389,11 +389,11 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
                     elif fault == "structure":
                         file.seek(4 << 12)
                         file.write(b"\xff" * (8 << 12))
-                tier, problem = real(folder, *args)
+                tier, problem = real(folder, *args, **options)
                 if fault == "count" and tier is not None:
                     tier.delete([next(tier.records())[0]])
                 return tier, problem
-            return real(folder, *args)
+            return real(folder, *args, **options)
 
         monkeypatch.setattr(ssd_module, "_try_open", spoiled)
     with pytest.raises(StoreError, match=r"stays as it was"):

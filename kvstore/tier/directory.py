@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 from kvstore.errors import ConfigError, LayoutMismatch, StoreBusy, StoreError
 from kvstore.frame import FORMAT_VERSION
 
+logger = logging.getLogger(__name__)
+
 DATA_FILE = "data.mdb"
 LOCK_FILE = "owner.lock"
 _MAP_LOCK_FILE = "lock.mdb"
@@ -28,9 +31,14 @@ _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
 _COPY_FOLDER = "compacting"
 """Where a compacted copy is made: inside the store, as a rename must stay in one file system."""
 _NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "lustre"}
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gfs2", "ocfs2"),
+        *("gpfs", "beegfs", "glusterfs", "orangefs", "virtiofs"),
+    }
 )
 """Where mapped files and robust mutexes of several hosts do not agree. Source: LMDB's caveats."""
+_LAYERED_FILE_SYSTEMS = frozenset({"overlay", "aufs"})
+"""Where a file of a lower layer becomes another file when it is first written. docs/decisions/0019."""
 
 _LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
 """``owner_pid`` holds a shared lock for a moment, which must not pass for an owner."""
@@ -42,12 +50,14 @@ def prepare(path: Path) -> None:
     """Make sure that ``path`` is a private directory that is a store or may become one.
 
     Raises:
-        ConfigError: if it is a file, someone else's, writable by others or on a network.
+        ConfigError: if it is a file, someone else's, writable by others, on a network or behind FUSE,
+            or one of its files is a link.
         StoreError: if it holds something that is not a store. Nothing is touched.
     """
     if path.exists() and not path.is_dir():
         msg = f"{path} is a file, expected a directory for the store; choose another path"
         raise ConfigError(msg)
+    _check_file_system(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -61,11 +71,40 @@ def prepare(path: Path) -> None:
         mode = stat.S_IMODE(facts.st_mode)
         msg = f"{path} is writable by others (mode {mode:04o}); run chmod 700 on it"
         raise ConfigError(msg)
-    kind = file_system(path)
-    if kind in _NETWORK_FILE_SYSTEMS:
-        msg = f"{path} is on a network file system ({kind}), expected a local disk; choose another path"
-        raise ConfigError(msg)
+    refuse_links(path)
     require_store_or_empty(path)
+
+
+def _check_file_system(path: Path) -> None:
+    """Refuse to own a store where its locks and maps do not hold; warn where they may not."""
+    kind = file_system(path)
+    if kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse"):
+        what = "FUSE" if kind.startswith("fuse") else "a network file system"
+        msg = (
+            f"{path} is on {what} ({kind}), expected a local disk, as a store is mapped and locked; "
+            "choose another path, or open it with role='reader' if nobody writes to it"
+        )
+        raise ConfigError(msg)
+    if kind in _LAYERED_FILE_SYSTEMS:
+        logger.warning(
+            "%s is on %s, a container's own layer: it goes with the container, and a reader that "
+            "opened a store of its image does not see what is stored; use a volume",
+            *(path, kind),
+        )
+
+
+def refuse_links(path: Path) -> None:
+    """Raise ``ConfigError`` if a file of a store is there but no plain file: it may lead anywhere."""
+    for name in (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE):
+        with suppress(FileNotFoundError):
+            mode = (path / name).lstat().st_mode
+            if not stat.S_ISREG(mode):
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
+                msg = (
+                    f"{path / name} is {what}, expected a file of the store's own; link the directory "
+                    "instead, or choose another path"
+                )
+                raise ConfigError(msg)
 
 
 def require_store_or_empty(path: Path) -> None:

@@ -16,6 +16,8 @@ import logging
 import math
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,6 +73,11 @@ _HINT_BATCH = 1024
 _HINT_BYTES = 256
 """What a record may add to a compacted copy: its share of a leaf (85 to 128 bytes), written twice.
 docs/decisions/0017."""
+VERIFY_SECONDS = 60.0
+"""Most time that an opening walks the tree of a store that was not closed; then it goes on, as every
+read checks what it gets. A walk takes 50 us a block on a cold disk. docs/decisions/0019."""
+CHILD_BYTES = 256 << 20
+"""Smallest file that is walked in a child: a smaller one takes less time than starting one."""
 BIRTH_SECONDS = 5.0
 """How long ``role="auto"`` waits for a store that another process is just making."""
 _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
@@ -513,6 +520,8 @@ class SsdTier:
         system is asked.
         """
         if is_full(error):
+            with suppress(lmdb.Error):  # a reader that was killed keeps freed pages from use
+                self._env.reader_check()
             return True
         with suppress(OSError):
             facts = os.statvfs(self.path)
@@ -610,7 +619,8 @@ class SsdTier:
         lock = directory.try_lock(folder)
         assert lock is not None, "a folder of the owner's own"
         options = replace(self.options, preallocate=False)
-        copy, problem = _try_open(folder, options, lock)  # not marked clean: it is walked
+        # It is not marked clean, so it is walked, however long that takes.
+        copy, problem = _try_open(folder, options, lock, verify_seconds=None)
         if copy is None:
             os.close(lock)
             msg = f"the compacted copy of {self.path} is broken ({problem}); the store stays as it was"
@@ -863,6 +873,7 @@ def _open(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
 
 def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
     directory.require_store(path)
+    directory.refuse_links(path)
     directory.claim_format(path, options.format_text)
     env = None
     try:
@@ -909,14 +920,20 @@ def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Pa
     return tier, aside
 
 
-def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | None, str]:
+def _try_open(
+    path: Path,
+    options: SsdOptions,
+    lock: int,
+    *,
+    verify_seconds: float | None = VERIFY_SECONDS,
+) -> tuple[SsdTier | None, str]:
     """Open and check; return the tier, or None and what is wrong with the file."""
     env: lmdb.Environment | None = None
     tier: SsdTier | None = None
     is_good = False
     try:
         env = _environment(path, options, is_owner=True)
-        problem = _structural_problem(path, env)
+        problem = _structural_problem(path, env, verify_seconds)
         if problem:
             return None, problem
         env.reader_check()
@@ -968,7 +985,7 @@ def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Env
     )
 
 
-def _structural_problem(path: Path, env: lmdb.Environment) -> str:
+def _structural_problem(path: Path, env: lmdb.Environment, verify_seconds: float | None) -> str:
     """Return what is wrong with the file as a whole, empty if nothing is.
 
     LMDB's own check does not see a last value that is cut off; reading it would be SIGBUS. After
@@ -979,6 +996,44 @@ def _structural_problem(path: Path, env: lmdb.Environment) -> str:
         return problem
     if not env.stat()["entries"] or _is_clean(env):
         return ""
+    data = path / directory.DATA_FILE
+    if data.stat().st_size < CHILD_BYTES or not sys.executable:
+        return _walk(path)
+    # -P: what lies in the working directory is not imported.
+    command = [sys.executable, "-P", "-c", _WALK, str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=verify_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = "%s was not closed and takes more than %.0f s to verify: opened without"
+        logger.warning(message, path, verify_seconds)
+        return ""
+    except OSError:
+        return _walk(path)  # no process can be started here
+    if done.returncode:
+        return _walk(path)
+    return done.stdout.decode(errors="replace")
+
+
+_WALK = """
+import struct, sys
+import lmdb.verify
+try:
+    found = lmdb.verify.verify(sys.argv[1])
+except (lmdb.verify.VerifyError, OSError, struct.error) as error:
+    found = [error]
+sys.stdout.write(str(found[0]) if found else "")
+"""
+"""What ``_walk`` does, for a child."""
+
+
+def _walk(path: Path) -> str:
+    """Return the first thing that is wrong with the trees of a store, empty if nothing is."""
     try:
         problems: list[str] = lmdb.verify.verify(str(path))  # type: ignore[no-untyped-call]
     except (lmdb.verify.VerifyError, OSError, struct.error) as error:
