@@ -315,7 +315,7 @@ def export(
     file: Path,
     /,
     *,
-    namespace: tuple[int, ...] = (),
+    namespace: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     as_json: Json = False,
 ) -> int:
     """Write a store's blocks to one file, each verified; exit 1 if bad ones were left out.

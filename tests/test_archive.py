@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -33,6 +34,7 @@ from kvstore.block import BlockKey
 from kvstore.frame import FrameFormat
 from kvstore.tier import directory
 from tests.cache.test_faults import flip, payload_place
+from tests.golden.make import ARCHIVE, archive_prompts
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -599,3 +601,16 @@ def test_no_change_of_bytes_crashes_an_import_or_brings_wrong_blocks(
     with cache, cache.lookup(np.append(tokens_of(6 * BLOCK), np.uint32(1))) as match:
         found = cache.read(match)
         assert_entries(DENSE, found, tokens_of(6 * BLOCK), found.tokens)
+
+
+def test_the_golden_archive_is_read_for_ever(tmp_path: Path) -> None:
+    digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
+    assert digest == "b3fd1c97274389f00b2d8ef42b1e51b912e419172e9fa80c126bcbb682eb9879"
+    result = archive.import_store(ARCHIVE, tmp_path / "t", "8MiB", nothing)
+    assert (result["imported_blocks"], result["refused"], result["damage"]) == (6, {}, None)
+    with open_cache(tmp_path / "t", WINDOWED) as cache:
+        for tokens in archive_prompts():
+            with cache.lookup(np.append(tokens, np.uint32(0))) as match:
+                found = cache.read(match)
+                assert_entries(WINDOWED, found, tokens, len(tokens))
+        assert len(owned(cache)._sticky) > 0
