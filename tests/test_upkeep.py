@@ -25,6 +25,12 @@ def nothing(done: int, total: int) -> None:
     pass
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, but for the layer of a container that the tests may run on."""
+    messages = [record.message for record in caplog.records]
+    return [message for message in messages if "use a volume" not in message]
+
+
 def fill(path: Path, seeds: range, blocks: int = 20, **options: Any) -> None:
     with open_cache(path, **options) as cache:
         for seed in seeds:
@@ -464,7 +470,7 @@ def test_a_lower_cap_evicts_and_compacts_when_it_is_opened(
         with cache.lookup(tokens_of(20 * BLOCK + 1, 19)) as match:
             entries = cache.read(match)
             assert_entries(DENSE, entries, tokens_of(20 * BLOCK + 1, 19), 20 * BLOCK)
-    assert not caplog.records
+    assert not said(caplog)
     fill(path, range(50, 60), ssd_bytes="1MiB")
     assert (path / "data.mdb").stat().st_size <= 1 << 20
 
@@ -481,7 +487,7 @@ def test_a_file_that_somebody_reads_stays_large_which_is_said_once_and_an_alarm(
         (alarm,) = cache.stats()["alarms"]
         assert "more than ssd_bytes 1048576" in alarm
         assert "open in another process that reads it" in alarm
-        assert [record.message for record in caplog.records] == [alarm]
+        assert said(caplog) == [alarm]
     process.communicate()
     with open_cache(path, ssd_bytes="1MiB") as cache:
         assert cache.stats()["alarms"] == []

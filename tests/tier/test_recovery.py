@@ -185,7 +185,8 @@ def test_a_walk_that_takes_too_long_is_given_up_and_said(
     monkeypatch.setattr(subprocess, "run", slow)
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
-    assert [record.message for record in caplog.records] == [
+    messages = [record.message for record in caplog.records]
+    assert [message for message in messages if "use a volume" not in message] == [
         f"{tmp_path / 's'} was not closed and takes more than 60 s to verify: opened without"
     ]
 
