@@ -14,7 +14,7 @@ CHECKED = $(CC) -std=c11 -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion
 SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
             $(KERNELS) native/tests/*.c -lm
 
-.PHONY: help demo test test-emulated test-engines check native-test torture exhaustive bench \
+.PHONY: help demo test test-emulated test-engines check native-test torture torture-store torture-codec bench \
         bench-engines clean
 
 help:
@@ -22,7 +22,7 @@ help:
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
 	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
-	@echo "make torture  every float of 32 bits through every FP4 kernel (minutes)"
+	@echo "make torture [TORTURE=codec|store]   every float; power cuts, kills, rot, full disks (over an hour)"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make clean   remove the environment and build products"
@@ -63,11 +63,17 @@ test-emulated: $(VENV)/.test
 	  $(BIN)/python -c 'import _kvstore_native, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))' \
 	  tests/codec -k "not portable and not avx2"
 
-# What takes minutes and need not run with every change.
-torture: exhaustive
+# What takes too long for every change; each member is a target torture-<member>.
+TORTURE ?= codec store
 
-# Optimised as it is shipped; one process for each scale rule, all of them in three minutes on two cores.
-exhaustive:
+torture: $(addprefix torture-,$(TORTURE))
+
+torture-store: $(VENV)/.test
+	@echo "store: about an hour on two cores; docs/torture.md says what is done and how to repeat a case"
+	$(BIN)/python -m tests.torture --scale full
+
+# Every float of 32 bits, optimised as it is shipped; a process for each scale rule.
+torture-codec:
 	@mkdir -p native/build
 	$(CHECKED) -O3 $(KERNELS) native/torture/exhaustive.c -lm -o native/build/exhaustive
 	seq 0 4 | xargs -n 1 -P $$(nproc) native/build/exhaustive

@@ -69,9 +69,17 @@ class Scale:
 
 
 def chart(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, is_log: bool = False
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    is_log: bool = False,
+    x_names: Sequence[str] = (),
 ) -> str:
     """Return a whole SVG file. ``is_log`` is for the values on the y axis, all positive then.
+
+    ``x_names`` are what x = 1, 2, ... stand for, where they are no numbers.
 
     Raises:
         ValueError: if there is no point at all.
@@ -84,7 +92,7 @@ def chart(
     ends = [value for p in points for value in (p.low, p.high)]
     low, high = (min(ends) / 1.3, max(ends) * 1.3) if is_log else _range(ends, 0.06)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
-    body = [_text(LEFT, 22, title, "font-weight='bold'"), *_axes(x, y, x_label, y_label)]
+    body = [_text(LEFT, 22, title, "font-weight='bold'"), *_axes(x, y, x_label, y_label, x_names)]
     for number, one in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
         # Labels of every other series hang below their points: those of two rarely meet then.
@@ -114,12 +122,16 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
     return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'/>"
 
 
-def _axes(x: Scale, y: Scale, x_label: str, y_label: str) -> list[str]:
+def _axes(x: Scale, y: Scale, x_label: str, y_label: str, x_names: Sequence[str]) -> list[str]:
     drawn = []
-    for value in x.ticks():
+    named = [(float(value), name) for value, name in enumerate(x_names, 1)]
+    named = named or [(value, f"{value:,g}") for value in x.ticks()]
+    for number, (value, name) in enumerate(named):
         at = x.place(value)
+        # Names are longer than numbers: those of neighbours stand in two lines.
+        below = HEIGHT - BOTTOM + 18 + (14 if x_names and number % 2 else 0)
         drawn.append(_line(at, TOP, at, HEIGHT - BOTTOM, "#e4e4e4"))
-        drawn.append(_text(at, HEIGHT - BOTTOM + 18, f"{value:,g}", "text-anchor='middle'"))
+        drawn.append(_text(at, below, name, "text-anchor='middle'"))
     for value in y.ticks():
         at = y.place(value)
         drawn.append(_line(LEFT, at, WIDTH - RIGHT, at, "#e4e4e4"))

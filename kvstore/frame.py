@@ -9,9 +9,9 @@ docs/format.md, section 4, is normative for every byte written here.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
 from kvstore.codec import codec_for, native
-from kvstore.codec.arrays import FLOATS, check_apart, check_out, host_view
+from kvstore.codec.arrays import FLOATS, check_apart, check_in, check_out, host_view
 from kvstore.codec.packed import PackedCodec
 from kvstore.codec.raw import RawCodec
 from kvstore.errors import ConfigError
@@ -36,7 +36,7 @@ UNIT_ENTRIES = 64
 """Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
-_TARGET, _STRIDE = (native.PIECE_FIELDS.index(name) for name in ("target", "target_stride"))
+_PLACE, _STRIDE = (native.PIECE_FIELDS.index(name) for name in ("place", "place_stride"))
 _BYTES = ("uint8",)
 _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
@@ -46,6 +46,7 @@ _NAMESPACE = struct.Struct("<I")
 _NAMESPACE_AT = 16
 _ERROR = struct.Struct("<f")
 HEADER_BYTES = _HEADER.size
+_HASHES_OFFSET = 32
 CHECKED_BYTES = HEADER_BYTES - 8
 """The header checksum covers what precedes it in the header, and all up to the payload."""
 RESERVED_BYTES = 32
@@ -75,35 +76,10 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plane:
-    """Where one plane of one group lies: a strided box in the payload and one in the entries."""
+class Places:
+    """Where the payloads of blocks go to or come from, worked out once for many blocks.
 
-    group: str
-    layers: slice
-    """Positions of the run's layers on the group's layer axis."""
-    columns: slice
-    """Bytes of an entry that this plane holds."""
-    entries: int
-    """Entries of a block."""
-    shape: tuple[int, int, int]
-    """``[layers, units, entries of a unit]``"""
-    item: str
-    """One entry's bytes of this plane as one item, which NumPy copies faster than its bytes."""
-    offset: int
-    """Of the first byte, from the start of the frame."""
-    strides: tuple[int, int, int]
-
-    def in_frame(self, frame: bytearray | memoryview) -> NDArray[np.void]:
-        return np.ndarray(self.shape, self.item, frame, self.offset, self.strides)
-
-    def in_entries(self, entries: NDArray[np.uint8], first: int) -> NDArray[np.void]:
-        box = entries[self.layers, first : first + self.entries, self.columns]
-        return box.view(self.item).reshape(self.shape)  # splits one axis, so this is a view
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where the payloads of blocks go, worked out once for many. Made by :class:`FrameFormat`.
+    Made by :class:`FrameFormat`.
 
     Threads: any number may scatter to one at a time, each to blocks of its own.
     """
@@ -124,8 +100,12 @@ class Target:
             msg = f"there is room for {self.blocks} blocks, found number {block}"
             raise ValueError(msg)
         table = self._table.copy()
-        table[:, _TARGET] += block * self._steps
+        table[:, _PLACE] += block * self._steps
         return table
+
+    def reader(self, shape: native.FrameShape) -> native.FrameReader:
+        """Return what reads frames of a shape to these places."""
+        return native.FrameReader(shape, self._parts, self._table, self._steps, self.blocks)
 
 
 def _unit(entries: int) -> int:
@@ -168,14 +148,14 @@ class Frames(Protocol):
         """Bytes of the largest frame."""
         ...
 
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
+        """Return what ``encode`` takes as the place of entries. It is for one thread at a time."""
+        ...
+
     def encode(
-        self,
-        header: Header,
-        tokens: NDArray[np.uint32],
-        entries: Mapping[str, NDArray[np.uint8]],
-        block: int,
+        self, header: Header, tokens: NDArray[np.uint32], source: Any, block: int
     ) -> bytearray:
-        """Return the frame of the ``block``-th whole block in ``entries``."""
+        """Return the frame of the ``block``-th whole block of a source."""
         ...
 
     def header(self, frame: memoryview) -> Header | None:
@@ -222,6 +202,10 @@ class Frames(Protocol):
         """Return what ``scatter`` takes as the place of entries."""
         ...
 
+    def reader(self, target: Any) -> native.FrameReader | None:
+        """Return what reads many frames to a target at once, or None if they are not of one kind."""
+        ...
+
     def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
         """Hand out a payload, verified on the way; return what is wrong with it, or None."""
         ...
@@ -265,12 +249,13 @@ class FrameFormat:
         self._sums_offset = HEADER_BYTES + 4 * block_tokens
         self.payload_offset = self._sums_offset + 8 * self.part_count + RESERVED_BYTES
         self._sums = struct.Struct(f"<{self.part_count}Q")
-        self._planes: list[_Plane] = []
         self.part_bounds: list[tuple[int, int]] = []
         """Start and end of each part in the frame, in order of owner layer."""
         offset = self.payload_offset
-        for members, run in groupby(owners, key=self._members):
-            offset = self._lay_out_run(members, list(run), offset)
+        for layer in owners:
+            size = sum(self.entries[g.name] * g.entry_bytes for g in self._members(layer))
+            self.part_bounds.append((offset, offset + size))
+            offset += size
         self.frame_bytes = offset
         self.payload_bytes = offset - self.payload_offset
 
@@ -280,74 +265,30 @@ class FrameFormat:
         order = list(dict.fromkeys(group.tokens_per_entry for group in owned))
         return tuple(sorted(owned, key=lambda group: order.index(group.tokens_per_entry)))
 
-    def _lay_out_run(self, members: tuple[LayerGroup, ...], layers: list[int], offset: int) -> int:
-        """Place the parts of layers that own the same groups; return the offset behind them."""
-        boxes: list[tuple[LayerGroup, int, int, int, int]] = []  # group, column, bytes, at, unit
-        at = 0
-        for ratio, bucket in groupby(members, key=lambda group: group.tokens_per_entry):
-            groups = list(bucket)
-            count = self.block_tokens // ratio
-            unit = _unit(count)
-            unit_bytes = unit * sum(group.entry_bytes for group in groups)
-            within = at
-            for group in groups:
-                column = 0
-                for plane_bytes in group.planes:
-                    boxes.append((group, column, plane_bytes, within, unit_bytes))
-                    within += unit * plane_bytes
-                    column += plane_bytes
-            at += unit_bytes * (count // unit)
-        part_bytes = at
-        for group, column, plane_bytes, within, unit_bytes in boxes:
-            count = self.entries[group.name]
-            unit = _unit(count)
-            first = group.layers.index(layers[0])
-            self._planes.append(
-                _Plane(
-                    group=group.name,
-                    layers=slice(first, first + len(layers)),
-                    columns=slice(column, column + plane_bytes),
-                    entries=count,
-                    shape=(len(layers), count // unit, unit),
-                    item=f"V{plane_bytes}",
-                    offset=offset + within,
-                    strides=(part_bytes, unit_bytes, plane_bytes),
-                )
-            )
-        for position in range(len(layers)):
-            start = offset + position * part_bytes
-            self.part_bounds.append((start, start + part_bytes))
-        return offset + part_bytes * len(layers)
-
     def encode(
-        self,
-        header: Header,
-        tokens: NDArray[np.uint32],
-        entries: Mapping[str, NDArray[np.uint8]],
-        block: int,
+        self, header: Header, tokens: NDArray[np.uint32], source: Places, block: int
     ) -> bytearray:
-        """Return the frame of one block.
+        """Return the frame of the ``block``-th whole block of ``source``.
 
         Shapes:
-            ``tokens`` are the block's own ids, ``[block_tokens]``. ``entries[group]`` is uint8
-            ``[layers, n, entry_bytes]``; the block is the ``block``-th whole block in it.
+            ``tokens`` are the block's own ids, ``[block_tokens]``.
 
-        Cost: one copy of the payload and one pass of xxh3_64.
+        Cost: one pass over the payload; each byte is summed when it is copied.
         """
         frame = bytearray(self.frame_bytes)
-        for plane in self._planes:
-            source = plane.in_entries(entries[plane.group], block * plane.entries)
-            plane.in_frame(frame)[...] = source
-        view = memoryview(frame)
         ids = tokens.astype("<u4", copy=False)
-        view[self._ids_offset : self._sums_offset] = ids.tobytes()
-        self.seal(frame, header)
+        memoryview(frame)[self._ids_offset : self._sums_offset] = ids.tobytes()
+        self._seal(frame, header, native.write_parts(frame, source._parts, source.pieces(block)))  # noqa: SLF001
         return frame
 
     def seal(self, frame: bytearray, header: Header) -> None:
         """Write the header and all checksums over the token ids and payload already in place."""
         view = memoryview(frame)
         sums = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in self.part_bounds]
+        self._seal(frame, header, sums)
+
+    def _seal(self, frame: bytearray, header: Header, sums: Sequence[int]) -> None:
+        view = memoryview(frame)
         self._sums.pack_into(frame, self._sums_offset, *sums)
         fields = (
             *(
@@ -481,7 +422,7 @@ class FrameFormat:
             for (start, stop), expected in zip(self.part_bounds, sums, strict=True)
         )
 
-    def scatter(self, frame: memoryview, target: Target, block: int) -> str | None:
+    def scatter(self, frame: memoryview, target: Places, block: int) -> str | None:
         """Hand out a frame's payload as the ``block``-th block of ``target``, verified on the way.
 
         Returns ``"checksum"`` if what was handed out does not have the checksums of the parts: the
@@ -496,7 +437,24 @@ class FrameFormat:
         is_good = native.read_parts(frame, target._parts, sums, target.pieces(block))  # noqa: SLF001
         return None if is_good else "checksum"
 
-    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Target:
+    def reader(self, target: Places) -> native.FrameReader | None:
+        """Return what reads many frames from a file to a target at once.
+
+        It takes a frame for good exactly if :meth:`head_fault` and :meth:`scatter` find no fault.
+        None on a machine whose integers are not those of a frame.
+        """
+        if sys.byteorder != "little":
+            return None
+        head = _HEADER.pack(
+            *(_MAGIC, FORMAT_VERSION, _IS_PACKED * self.is_packed, self.block_tokens, 0, 0),
+            *(self.part_count, self.payload_bytes, b"", b"", 0, 0),
+        )
+        shape = native.FrameShape(
+            self.frame_bytes, self.block_tokens, self.payload_offset, head[:_HASHES_OFFSET]
+        )
+        return target.reader(shape)
+
+    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
         """Return a target of entries as they are stored.
 
         Shapes:
@@ -508,7 +466,18 @@ class FrameFormat:
         """
         return self.mixed_target(entries, {})
 
-    def values_target(self, values: Mapping[str, Array]) -> Target:
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
+        """Return a source of entries as they are to be stored.
+
+        Shapes:
+            As :meth:`entries_target`; arrays may be read-only and share memory.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+        """
+        return self._places(entries, {}, dict.fromkeys(self.entries, _BYTES), is_output=False)
+
+    def values_target(self, values: Mapping[str, Array]) -> Places:
         """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.
 
         A frame that goes there must not change meanwhile.
@@ -526,7 +495,7 @@ class FrameFormat:
 
     def mixed_target(
         self, entries: Mapping[str, NDArray[np.uint8]], values: Mapping[str, Array]
-    ) -> Target:
+    ) -> Places:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
         Shapes and errors as :meth:`values_target` and :meth:`entries_target`.
@@ -539,14 +508,16 @@ class FrameFormat:
             if isinstance(codec, PackedCodec):
                 view = host_view(array, f"group {name!r}", FLOATS)
                 codecs[name] = codec.kernel.prepared(view.dtype)
-        return self._target({**entries, **values}, codecs, dtypes)
+        return self._places({**entries, **values}, codecs, dtypes, is_output=True)
 
-    def _target(
+    def _places(
         self,
         arrays: Mapping[str, Array],
         codecs: Mapping[str, native.Prepared],
         dtypes: Mapping[str, Sequence[str]],
-    ) -> Target:
+        *,
+        is_output: bool,
+    ) -> Places:
         blocks: list[int] = []
         views: dict[str, NDArray[np.generic]] = {}
         for group in self.layout.global_groups:
@@ -562,9 +533,12 @@ class FrameFormat:
             else:
                 blocks.append(view.shape[0])
             length = group.entry_bytes if dtypes[group.name] == _BYTES else group.values
-            check_out(view, role, (blocks[-1], len(group.layers), count, length))
+            (check_out if is_output else check_in)(
+                view, role, (blocks[-1], len(group.layers), count, length)
+            )
             views[group.name] = view
-        check_apart(views)
+        if is_output:
+            check_apart(views)
         rows: list[tuple[int, ...]] = []
         steps: list[int] = []
         parts: list[native.Part] = []
@@ -583,7 +557,7 @@ class FrameFormat:
             parts.append(native.Part(start, stop, first, len(rows)))
         table = np.array(rows, np.int64)
         kept = (tuple(views.values()), tuple(codecs.values()))
-        return Target(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)
+        return Places(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)
 
     def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""

@@ -11,11 +11,12 @@ import hashlib
 import struct
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import overload
 
 import numpy as np
 from _kvstore_native import ffi, lib
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from kvstore.block import BlockHash, ImageSpan
 from kvstore.namespace import Namespace
@@ -83,12 +84,52 @@ def namespace_digest(fingerprint: str, block_tokens: int, namespace: Namespace) 
     return BlockHash(hashlib.sha256(b"".join(parts)).digest())
 
 
+class HashRun(Sequence[BlockHash]):
+    """Digests, end to end in ``joined``: no object is made of one that nobody asks for."""
+
+    __slots__ = ("joined",)
+    __hash__ = None  # type: ignore[assignment]  # it equals lists, which have none
+
+    def __init__(self, joined: bytes) -> None:
+        assert len(joined) % _DIGEST_BYTES == 0
+        self.joined = joined
+
+    def __len__(self) -> int:
+        return len(self.joined) // _DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, place: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, place: slice) -> HashRun: ...
+    @override
+    def __getitem__(self, place: int | slice) -> BlockHash | HashRun:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            if step != 1:
+                return HashRun(b"".join([self[i] for i in range(start, stop, step)]))
+            return HashRun(self.joined[start * _DIGEST_BYTES : max(start, stop) * _DIGEST_BYTES])
+        at = range(len(self))[place]  # as a list: from the end too, or IndexError
+        return BlockHash(self.joined[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES])
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return f"HashRun({list(self)!r})"
+
+    def prefixes(self, length: int) -> bytes:
+        """Return the first ``length`` bytes of each digest, end to end."""
+        table = np.frombuffer(self.joined, np.uint8).reshape(-1, _DIGEST_BYTES)
+        return table[:, :length].tobytes()
+
+
 def block_hashes(
     root: BlockHash,
     tokens: NDArray[np.uint32],
     block_tokens: int,
     images: Sequence[ImageSpan] = (),
-) -> list[BlockHash]:
+) -> HashRun:
     """Return the chained digest of every whole block of ``tokens``, first block first.
 
     Digest i covers the root, every token and every image up to the end of block i. Tokens after
@@ -102,17 +143,20 @@ def block_hashes(
     tokens = np.ascontiguousarray(tokens)
     blocks = len(tokens) // block_tokens
     tails = _image_fields(images, block_tokens) if images else {}
-    digests: list[BlockHash] = []
+    digests, done = b"", 0
     for number in sorted(number for number in tails if number < blocks):
-        parent = digests[-1] if digests else root
-        digests += _plain_hashes(parent, tokens, len(digests), number, block_tokens)
-        parent = digests[-1] if digests else root
+        digests += _plain_hashes(_last(digests, root), tokens, done, number, block_tokens)
         ids = tokens[number * block_tokens : (number + 1) * block_tokens].tobytes()
-        head = b"kvb1" + _U32.pack(block_tokens)
-        digests.append(BlockHash(hashlib.sha256(head + parent + ids + tails[number]).digest()))
-    return digests + _plain_hashes(
-        digests[-1] if digests else root, tokens, len(digests), blocks, block_tokens
+        head = b"kvb1" + _U32.pack(block_tokens) + _last(digests, root)
+        digests += hashlib.sha256(head + ids + tails[number]).digest()
+        done = number + 1
+    return HashRun(
+        digests + _plain_hashes(_last(digests, root), tokens, done, blocks, block_tokens)
     )
+
+
+def _last(digests: bytes, root: BlockHash) -> BlockHash:
+    return BlockHash(digests[-_DIGEST_BYTES:]) if digests else root
 
 
 def _plain_hashes(
@@ -122,10 +166,10 @@ def _plain_hashes(
     stop: int,
     block_tokens: int,
     level: int = _LEVEL,
-) -> list[BlockHash]:
-    """Return the digests of blocks ``[start, stop)``, which no image touches."""
+) -> bytes:
+    """Return the digests of blocks ``[start, stop)``, which no image touches, end to end."""
     if stop <= start:
-        return []
+        return b""
     found = bytearray(_DIGEST_BYTES * (stop - start))
     code = lib.kvstore_block_hashes(
         ffi.from_buffer("uint8_t[]", parent),
@@ -136,7 +180,7 @@ def _plain_hashes(
         ffi.from_buffer("uint8_t[]", found),
     )
     assert code == lib.KVSTORE_OK, f"kvstore_block_hashes returned {code}"
-    return cast("list[BlockHash]", np.frombuffer(found, f"V{_DIGEST_BYTES}").tolist())
+    return bytes(found)
 
 
 def _image_fields(images: Sequence[ImageSpan], block_tokens: int) -> dict[int, bytes]:

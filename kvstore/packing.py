@@ -20,7 +20,7 @@ from kvstore.codec.arrays import numpy_dtype
 from kvstore.codec.packed import PackedCodec, PackStats
 from kvstore.codec.raw import DTYPES
 from kvstore.errors import ConfigError
-from kvstore.frame import FrameFormat, Frames, Header, Target
+from kvstore.frame import FrameFormat, Frames, Header, Places
 from kvstore.layout import SCALE_RULES, Layout
 
 
@@ -74,8 +74,19 @@ def packed_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
 class PackingTarget:
     """Where payloads go, for frames of either form."""
 
-    packed: Target
-    lossless: Target
+    packed: Places
+    lossless: Places
+
+
+@dataclass(frozen=True, slots=True)
+class PackingSource:
+    """Where payloads come from, and room for one packed block."""
+
+    entries: Mapping[str, NDArray[np.uint8]]
+    lossless: Places
+    room: Mapping[str, NDArray[np.uint8]]
+    packed: Places
+    """Of the room, as block 0."""
 
 
 class PackingFormat:
@@ -111,36 +122,36 @@ class PackingFormat:
         """Return the format that a frame's own flag names; whoever reads checks all of it anyway."""
         return self.packed if FrameFormat.is_marked_packed(frame) else self.lossless
 
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> PackingSource:
+        """Return a source of entries in the engine's form; as :meth:`FrameFormat.entries_source`."""
+        room = self.packed.empty(1)
+        return PackingSource(
+            entries, self.lossless.entries_source(entries), room, self.packed.entries_source(room)
+        )
+
     def encode(
-        self,
-        header: Header,
-        tokens: NDArray[np.uint32],
-        entries: Mapping[str, NDArray[np.uint8]],
-        block: int,
+        self, header: Header, tokens: NDArray[np.uint32], source: PackingSource, block: int
     ) -> bytearray:
         """Return the frame of one block: packed if that loses no more than the budget.
 
-        Shapes:
-            As :meth:`FrameFormat.encode`, in the engine's form.
-
         Cost: packs, measures, and copies the payload.
         """
-        found: dict[str, NDArray[np.uint8]] = {}
         errors = [0.0]
-        for group in self.packed.layout.global_groups:
-            count = self.entries[group.name]
-            source = entries[group.name][:, block * count : (block + 1) * count]
-            found[group.name] = source
-            if group.name in self._codecs:
-                codec, dtype = self._codecs[group.name]
+        for name, room in source.room.items():
+            count = self.entries[name]
+            entries = source.entries[name][:, block * count : (block + 1) * count]
+            if name in self._codecs:
+                codec, dtype = self._codecs[name]
                 stats = PackStats(is_measured=True)
-                found[group.name] = codec.encode(source.view(dtype), stats=stats)
+                codec.encode(entries.view(dtype), room, stats)
                 errors.append(stats.relative_error)
+            else:
+                room[...] = entries
         error = float(np.max(errors))  # NaN if one is
         header = replace(header, error=error)
         if error <= self.packing.error_budget:
-            return self.packed.encode(header, tokens, found, 0)
-        return self.lossless.encode(header, tokens, entries, block)
+            return self.packed.encode(header, tokens, source.packed, 0)
+        return self.lossless.encode(header, tokens, source.lossless, block)
 
     def header(self, frame: memoryview) -> Header | None:
         """Return the header, or None if these bytes are not an intact head of either form."""
@@ -187,6 +198,9 @@ class PackingFormat:
         lossless = self.lossless.entries_target(entries)
         numbers = {name: entries[name].view(dtype) for name, (_, dtype) in self._codecs.items()}
         return PackingTarget(self.packed.mixed_target(entries, numbers), lossless)
+
+    def reader(self, target: PackingTarget) -> None:
+        """Return None: frames of two kinds are read one by one."""
 
     def scatter(self, frame: memoryview, target: PackingTarget, block: int) -> str | None:
         """Hand out a frame's payload, unpacked if need be; as :meth:`FrameFormat.scatter`."""

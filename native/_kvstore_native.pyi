@@ -29,7 +29,7 @@ class FFI:
     def cast(self, ctype: str, value: int | CData) -> CData: ...
     def new(self, ctype: str, init: object = None) -> Any: ...
     def sizeof(self, ctype: str) -> int: ...
-    def from_buffer(self, ctype: str, buffer: object) -> CData: ...
+    def from_buffer(self, ctype: str, buffer: object, require_writable: bool = False) -> Any: ...
 
 class Lib:
     """The functions and constants of kvstore_native.h."""
@@ -137,6 +137,31 @@ class Lib:
         count: int,
         level: int,
         streamed_bytes: int,
+        /,
+    ) -> int: ...
+    def kvstore_write_part(
+        self,
+        part: CData,
+        part_bytes: int,
+        pieces: CData,
+        count: int,
+        level: int,
+        total: CData,
+        /,
+    ) -> int: ...
+    def kvstore_read_frames(
+        self,
+        frames: CData,
+        file: int,
+        offsets: CData,
+        count: int,
+        hashes: CData,
+        ids: CData,
+        first_block: int,
+        buffer: CData,
+        level: int,
+        streamed_bytes: int,
+        done: CData,
         /,
     ) -> int: ...
 

@@ -116,7 +116,7 @@ def random_tokens(count: int, rng: np.random.Generator) -> NDArray[np.uint32]:
 
 def hashes_of(tokens: Sequence[int], block_tokens: int) -> list[BlockHash]:
     """Hashes of the whole blocks of ``tokens`` below ``ROOT``."""
-    return block_hashes(ROOT, as_tokens(tokens), block_tokens)
+    return list(block_hashes(ROOT, as_tokens(tokens), block_tokens))
 
 
 def path_of(symbols: Sequence[int]) -> bytes:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def made_frame(
     frames = FrameFormat(layout, block_tokens)
     tokens = random_tokens(block_tokens, rng)
     entries = random_entries(layout, block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, 0)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), 0)
     return frames, frame, tokens, entries
 
 
@@ -149,7 +150,7 @@ def test_a_payload_is_what_a_slow_reading_of_the_format_gives(
     frames = FrameFormat(layout, block_tokens)
     entries = random_entries(layout, 3 * block_tokens, rng)
     tokens = random_tokens(block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, 1)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), 1)
     assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, 1)
 
 
@@ -164,7 +165,7 @@ def test_any_layout_round_trips_and_lies_as_the_format_says(
     frames = FrameFormat(layout, block_tokens)
     entries = random_entries(layout, blocks * block_tokens, rng)
     tokens = random_tokens(block_tokens, rng)
-    frame = frames.encode(header_of(frames), tokens, entries, block)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(entries), block)
     assert frame[frames.payload_offset :] == slow_payload(layout, block_tokens, entries, block)
     assert frames.payload_bytes == layout.bytes_per_token * block_tokens
     assert fault(frames, frame, tokens) is None
@@ -204,8 +205,8 @@ def test_entries_may_be_a_slice_of_a_larger_array() -> None:
     tokens = random_tokens(8, rng)
     larger = random_entries(mixed_layout(), 32, rng)
     view = {name: array[:, frames.entries[name] :] for name, array in larger.items()}
-    frame = frames.encode(header_of(frames), tokens, view, 1)
-    assert frame == frames.encode(header_of(frames), tokens, larger, 2)
+    frame = frames.encode(header_of(frames), tokens, frames.entries_source(view), 1)
+    assert frame == frames.encode(header_of(frames), tokens, frames.entries_source(larger), 2)
 
 
 def test_a_v41_frame_needs_no_page_more_than_its_payload() -> None:
@@ -524,4 +525,95 @@ def test_a_golden_frame_decodes_to_the_values_it_was_made_of(name: str) -> None:
         assert array[0, 0].tobytes().hex() == facts["first"]
         assert array[-1, -1].tobytes().hex() == facts["last"]
         assert hashlib.sha256(array.tobytes()).hexdigest() == facts["sha256"]
-    assert frames.encode(header, tokens, entries, 0) == frame
+    assert frames.encode(header, tokens, frames.entries_source(entries), 0) == frame
+
+
+# ---- many at once --------------------------------------------------------------------------------
+
+CHAIN = [bytes([number]) * 32 for number in range(7)]
+"""Hashes of a root and six blocks."""
+
+
+def chain_of_frames(frames: FrameFormat, directory: Path) -> tuple[Path, Any, Any]:
+    """Write six frames of a chain to a file, with gaps; return it, the entries and the token ids."""
+    rng = np.random.default_rng(3)
+    entries = random_entries(frames.layout, 6 * frames.block_tokens, rng)
+    tokens = random_tokens(6 * frames.block_tokens, rng)
+    source, path = frames.entries_source(entries), directory / "frames"
+    with path.open("wb") as file:
+        for n in range(6):
+            header = replace(
+                header_of(frames),
+                number=n,
+                has_images=n == 3,
+                parent_hash=BlockHash(CHAIN[n]),
+                block_hash=BlockHash(CHAIN[n + 1]),
+            )
+            ids = tokens[n * frames.block_tokens : (n + 1) * frames.block_tokens]
+            file.write(b"gap" + frames.encode(header, ids, source, n))
+    return path, entries, tokens
+
+
+def read_many(frames: FrameFormat, path: Path, tokens: Any, room: Any) -> int:
+    reader = frames.reader(frames.entries_target(room))
+    assert reader is not None
+    offsets = 3 + np.arange(6, dtype=np.int64) * (frames.frame_bytes + 3)
+    with path.open("rb") as file:
+        return reader.read(file.fileno(), offsets, b"".join(CHAIN), tokens, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"), [(V41, 128), (mixed_layout(), 8), (mixed_layout(), 256)]
+)
+def test_frames_read_together_are_those_read_one_by_one(
+    tmp_path: Path, layout: Layout, block_tokens: int
+) -> None:
+    frames = FrameFormat(layout, block_tokens)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    room = frames.empty(6)
+    assert read_many(frames, path, tokens, room) == 6
+    for name, array in entries.items():
+        np.testing.assert_array_equal(room[name], array)
+
+
+def test_reading_together_stops_at_what_reading_one_by_one_refuses(tmp_path: Path) -> None:
+    """Every byte of a frame, flipped: neither way of reading takes it, and none before suffers."""
+    frames = FrameFormat(mixed_layout(), 8)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    data = path.read_bytes()
+    at = 2 * (frames.frame_bytes + 3) + 3
+    for byte in range(frames.frame_bytes):
+        bad = bytearray(data)
+        bad[at + byte] ^= 1 << byte % 8
+        path.write_bytes(bad)
+        room = frames.empty(6)
+        assert read_many(frames, path, tokens, room) == 2, byte
+        frame = memoryview(bad)[at : at + frames.frame_bytes]
+        ids = tokens[16:24]
+        assert frames.fault(frame, BlockHash(CHAIN[3]), BlockHash(CHAIN[2]), ids) is not None
+        for name, array in entries.items():
+            good = 2 * frames.entries[name]
+            np.testing.assert_array_equal(room[name][:, :good], array[:, :good])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_reading_together_stops_where_the_file_ends(tmp_path: Path, size: int) -> None:
+    frames = FrameFormat(mixed_layout(), 8)
+    path, _, tokens = chain_of_frames(frames, tmp_path)
+    path.write_bytes(path.read_bytes()[: size * (frames.frame_bytes + 3) + 2])
+    assert read_many(frames, path, tokens, frames.empty(6)) == size
+
+
+def test_other_hashes_ids_and_formats_are_not_taken(tmp_path: Path) -> None:
+    frames = FrameFormat(mixed_layout(), 8)
+    path, _, tokens = chain_of_frames(frames, tmp_path)
+    for place in (0, 17, 47):
+        other = tokens.copy()
+        other[place] ^= 1
+        assert read_many(frames, path, other, frames.empty(6)) == place // 8
+    marked = FrameFormat(mixed_layout(), 8, is_packed=True)
+    assert read_many(marked, path, tokens, marked.empty(6)) == 0
+    reader = frames.reader(frames.entries_target(frames.empty(6)))
+    assert reader is not None
+    with path.open("rb") as file, pytest.raises(ValueError, match="of hashes and 40 ids for 6"):
+        reader.read(file.fileno(), np.zeros(6, np.int64), b"".join(CHAIN), tokens[:40], 0)

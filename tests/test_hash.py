@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kvstore import ImageSpan
 from kvstore.block import KEY_BYTES, BlockHash, block_key
 from kvstore.errors import ConfigError
-from kvstore.hash import _plain_hashes, as_tokens, block_hashes, namespace_digest
+from kvstore.hash import HashRun, _plain_hashes, as_tokens, block_hashes, namespace_digest
 from kvstore.namespace import Namespace
 from tests.builders import ROOT, hashes_of
 
@@ -34,7 +34,7 @@ def root_of(namespace: Namespace, fingerprint: str = FINGERPRINT, block_tokens: 
 
 
 def with_images(*images: ImageSpan, tokens: int = 24, block_tokens: int = 8) -> list[BlockHash]:
-    return block_hashes(ROOT, as_tokens([7] * tokens), block_tokens, images)
+    return list(block_hashes(ROOT, as_tokens([7] * tokens), block_tokens, images))
 
 
 # ---- namespaces --------------------------------------------------------------------------------
@@ -454,9 +454,25 @@ def test_the_c_chain_is_sha256_at_every_level_and_length(level: int, block_token
     for block in tokens.reshape(5, block_tokens):
         parent = hashlib.sha256(head + parent + block.tobytes() + bytes(4)).digest()
         expected.append(parent)
-    assert _plain_hashes(ROOT, tokens, 0, 5, block_tokens, level) == expected
-    assert _plain_hashes(BlockHash(expected[1]), tokens, 2, 4, block_tokens, level) == expected[2:4]
-    assert _plain_hashes(ROOT, tokens, 3, 3, block_tokens, level) == []
+    assert _plain_hashes(ROOT, tokens, 0, 5, block_tokens, level) == b"".join(expected)
+    middle = _plain_hashes(BlockHash(expected[1]), tokens, 2, 4, block_tokens, level)
+    assert middle == expected[2] + expected[3]
+    assert _plain_hashes(ROOT, tokens, 3, 3, block_tokens, level) == b""
+
+
+def test_a_run_of_hashes_is_the_sequence_of_them() -> None:
+    hashes = [BlockHash(bytes([n]) * 32) for n in range(5)]
+    run = HashRun(b"".join(hashes))
+    assert run == hashes
+    assert [run[n] for n in range(-5, 5)] == hashes * 2
+    assert run != hashes[:4]
+    for part in (slice(None), slice(1, 4), slice(3, 1), slice(-2, None), slice(None, None, -2)):
+        assert run[part] == hashes[part]
+    assert run.prefixes(16) == b"".join(one[:16] for one in hashes)
+    assert HashRun(b"") == []
+    assert HashRun(b"").prefixes(16) == b""
+    with pytest.raises(IndexError):
+        run[5]
 
 
 def test_tokens_that_are_not_contiguous_hash_as_if_they_were() -> None:

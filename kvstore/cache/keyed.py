@@ -164,8 +164,8 @@ class KeyedBlocks(OpenStore):
 
         def encode(header: Header) -> bytearray:
             number = header.number - chain.first
-            entries = {GROUP: sources[at + number].reshape(1, 1, -1)}
-            return self.format.encode(header, chain.blocks[number].words, entries, 0)
+            source = self.format.entries_source({GROUP: sources[at + number].reshape(1, 1, -1)})
+            return self.format.encode(header, chain.blocks[number].words, source, 0)
 
         owned.store(
             *(chain, KEYS_NAMESPACE, encode, chain.first),

@@ -23,7 +23,7 @@ from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_map_full
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -478,7 +478,10 @@ class OwnedSsd:
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
         """Write the runs in one transaction; where there is no room, free a little and try again."""
-        puts = [self._as_put(block) for run in runs for block in run.blocks]
+        blocks = [block for run in runs for block in run.blocks]
+        with self._context.lock:
+            sequences = [self._context.next_sequence() for _ in blocks]
+        puts = [self._as_put(*each) for each in zip(blocks, sequences, strict=True)]
         if not puts and not uses:
             return True
         for attempt in range(1 + FULL_RETRIES):
@@ -498,10 +501,8 @@ class OwnedSsd:
                 self._context.metrics.note_packing(put.record.error, is_packed=put.record.is_packed)
         return True
 
-    def _as_put(self, block: QueuedBlock[Ticket]) -> Put:
+    def _as_put(self, block: QueuedBlock[Ticket], sequence: int) -> Put:
         ticket = block.ticket
-        with self._context.lock:
-            sequence = self._context.next_sequence()
         is_packed, error = self._format.packing_of(block.frame)
         record = Record(
             parent=block.parent,
@@ -606,12 +607,22 @@ class OwnedSsd:
             uses, self._uses = self._uses, {}
         try:
             if uses:
-                self.ssd.put([], uses)
+                self._write_uses(uses)
             self.ssd.sync()
         except MEDIUM_ERRORS as error:
             self._note_write_error(error)
             msg = f"{self.ssd.path} cannot be synced: {error}; blocks stored lately may be lost"
             raise StoreError(msg) from error
+
+    def _write_uses(self, uses: Mapping[BlockKey, int]) -> None:
+        """Write recency down, or with a later commit where the map is full: no block depends on it."""
+        try:
+            self.ssd.put([], uses)
+        except MEDIUM_ERRORS as error:
+            if not is_map_full(error):
+                raise
+            with self._context.lock:
+                self._uses = {**uses, **self._uses}
 
     def close(self) -> None:
         """Commit what waits and stop the writer."""

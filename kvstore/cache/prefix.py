@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
+from kvstore.hash import HashRun
 
 
 class Chain(Protocol):
@@ -42,7 +43,7 @@ class Prefix:
 
     root: BlockHash
     tokens: NDArray[np.uint32]
-    hashes: Sequence[BlockHash]
+    hashes: HashRun
     images: Sequence[ImageSpan]
     block_tokens: int
     path: bytes = field(default=b"", init=False)
@@ -50,7 +51,7 @@ class Prefix:
 
     def __post_init__(self) -> None:
         """Cut the hashes down to keys, once."""
-        object.__setattr__(self, "path", b"".join([h[:KEY_BYTES] for h in self.hashes]))
+        object.__setattr__(self, "path", self.hashes.prefixes(KEY_BYTES))
 
     def cut(self, blocks: int) -> Prefix:
         """Return the first ``blocks`` blocks of it, and no token behind them."""
@@ -78,6 +79,14 @@ class Prefix:
     def block_ids(self, number: int) -> NDArray[np.uint32]:
         """Token ids of block ``number``."""
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
+
+    def run_of_hashes(self, first: int, count: int) -> bytes:
+        """Hash of the parent of block ``first``, then of it and the blocks behind it, end to end."""
+        return self.parent_hash(first) + self.hashes[first : first + count].joined
+
+    def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:
+        """Token ids of ``count`` blocks from ``first`` on."""
+        return self.tokens[first * self.block_tokens : (first + count) * self.block_tokens]
 
     def has_images(self, number: int) -> bool:
         """Say whether an image touches block ``number``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore.frame import Frames, Header
 from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier, TakeMany
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
@@ -330,10 +331,11 @@ class SharedTiers(OpenStore):
             self.context.count_drop("reader", count)
             return Stored(start, 0, count)
         first = start // self.block_tokens
+        source = cache(lambda: self.format.entries_source(entries))  # not for blocks that are known
 
         def encode(header: Header) -> bytearray:
             ids = prefix.block_ids(header.number)
-            return self.format.encode(header, ids, entries, header.number - first)
+            return self.format.encode(header, ids, source(), header.number - first)
 
         taken = self.owned.store(
             prefix, namespace, encode, first, wait=wait, ttl=ttl, is_pinned=is_pinned
@@ -386,14 +388,19 @@ class SharedTiers(OpenStore):
         if step.tier == "device":
             assert self.pages is not None
             return self.pages.read(prefix, start, step.stop, entries, first)
-        scatter, target, at = (
-            self.format.scatter,
-            self.format.entries_target(entries),
-            start - first,
-        )
-        return self._fetch(
-            prefix, start, step.stop, lambda i, frame: scatter(frame, target, at + i)
-        )
+        target, at = self.format.entries_target(entries), start - first
+        reader = self.format.reader(target)
+
+        def take(i: int, frame: memoryview) -> str | None:
+            return self.format.scatter(frame, target, at + i)
+
+        def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
+            assert reader is not None
+            hashes = prefix.run_of_hashes(start + i, len(offsets))
+            ids = prefix.run_of_ids(start + i, len(offsets))
+            return reader.read(file, offsets, hashes, ids, at + i)
+
+        return self._fetch(prefix, start, step.stop, take, take_many if reader else None)
 
     def _fetch(
         self,
@@ -401,6 +408,7 @@ class SharedTiers(OpenStore):
         first: int,
         stop: int,
         take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None = None,
     ) -> int:
         """Read and verify blocks ``[first, stop)`` from SSD; return the block where that ended.
 
@@ -414,7 +422,7 @@ class SharedTiers(OpenStore):
             return self.format.head_fault(frame, *expected) or take(i, frame)
 
         began = time.perf_counter()
-        result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right)
+        result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right, take_many)
         with self.context.lock:
             self.metrics.read_bytes += result.frame_bytes
             self.metrics.read_seconds += time.perf_counter() - began

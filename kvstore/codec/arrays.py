@@ -180,6 +180,21 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     return bfloat16
 
 
+def check_in(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
+    """Check that an input can be read row by row.
+
+    Raises:
+        ValueError: for another shape, or rows that are not contiguous.
+    """
+    if view.shape != shape:
+        raise ValueError(f"{role} must have shape {list(shape)}, found {list(view.shape)}")
+    if not has_contiguous_rows(view):
+        raise ValueError(
+            f"{role} must be contiguous along its last axis, "
+            f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
+        )
+
+
 def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
     """Check that an output can be written row by row.
 
@@ -187,15 +202,9 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
         ValueError: for another shape, a read-only array, rows that are not contiguous, or an array
             whose rows share memory.
     """
-    if view.shape != shape:
-        raise ValueError(f"{role} must have shape {list(shape)}, found {list(view.shape)}")
+    check_in(view, role, shape)
     if not view.flags.writeable:
         raise ValueError(f"{role} must be writable, found a read-only array")
-    if not has_contiguous_rows(view):
-        raise ValueError(
-            f"{role} must be contiguous along its last axis, "
-            f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
-        )
     if view.size == 0:
         return
     axes = zip(view.strides, view.shape, strict=True)

@@ -299,11 +299,11 @@ def prepare(
 
 _ALIGNMENT = 64
 
-PIECE_FIELDS = ("codec", "units", "rows", "row_values", "target", "target_stride")
+PIECE_FIELDS = ("codec", "units", "rows", "row_values", "place", "place_stride")
 """Columns of a table of pieces: an int64 array whose rows are each a ``struct kvstore_piece``.
 
 An array, because to make objects takes longer than to copy what they name. ``codec`` is 0 or the
-address of a :class:`Prepared`, ``target`` an address.
+address of a :class:`Prepared`, ``place`` an address.
 """
 assert ffi.sizeof("struct kvstore_piece") == 8 * len(PIECE_FIELDS), "kvstore needs 64-bit addresses"
 
@@ -327,7 +327,7 @@ def read_parts(
     """Hand out the parts of some memory, each verified in the same pass; say whether all sums hold.
 
     ``sums`` are those that the parts must have; ``pieces`` are a table of ``PIECE_FIELDS``. The first
-    part with another sum ends it: its targets hold anything then, and those behind it what they did.
+    part with another sum ends it: its places hold anything then, and those behind it what they did.
 
     Raises:
         ValueError: for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
@@ -338,11 +338,8 @@ def read_parts(
     start = ffi.from_buffer("uint8_t[]", memory)
     table = ffi.from_buffer("struct kvstore_piece[]", pieces)
     number = LEVELS[level or default_level()]
-    size, rows = len(start), len(table)
-    for part, expected in zip(parts, sums, strict=True):
-        begin, stop, first, last = part
-        if not (0 <= begin <= stop <= size and 0 <= first <= last <= rows):
-            raise ValueError(f"{part} lies outside {size} bytes or {rows} pieces")
+    _check_parts(parts, len(start), len(table))
+    for (begin, stop, first, last), expected in zip(parts, sums, strict=True):
         code = lib.kvstore_read_part(
             start + begin,
             stop - begin,
@@ -356,6 +353,128 @@ def read_parts(
             return False
         _check(code)
     return True
+
+
+def write_parts(
+    memory: bytearray,
+    parts: Sequence[Part],
+    pieces: NDArray[np.int64],
+    level: str | None = None,
+) -> list[int]:
+    """Take the parts of some memory in, each summed in the same pass; return the sums.
+
+    Raises:
+        ValueError: for any code but KVSTORE_OK.
+
+    Threads and cost as :func:`read_parts`.
+    """
+    start = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
+    table = ffi.from_buffer("struct kvstore_piece[]", pieces)
+    number = LEVELS[level or default_level()]
+    found = ffi.new("uint64_t[]", len(parts))
+    _check_parts(parts, len(start), len(table))
+    for at, (begin, stop, first, last) in enumerate(parts):
+        _check(
+            lib.kvstore_write_part(
+                start + begin, stop - begin, table + first, last - first, number, found + at
+            )
+        )
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameShape:
+    """What frames of one format have in common."""
+
+    frame_bytes: int
+    block_tokens: int
+    payload_offset: int
+    head: bytes
+    """The 32 bytes that a frame begins with; its number, namespace and image flag are any."""
+
+
+class FrameReader:
+    """Reads frames to one set of places. See ``kvstore_read_frames``.
+
+    Threads: one call at a time.
+    """
+
+    def __init__(
+        self,
+        shape: FrameShape,
+        parts: Sequence[Part],
+        pieces: NDArray[np.int64],
+        steps: NDArray[np.int64],
+        blocks: int,
+    ) -> None:
+        """``pieces`` are those of block 0, ``steps`` the bytes from a block's place to the next.
+
+        There are places for ``blocks`` blocks.
+        """
+        self._frames = ffi.new("struct kvstore_frames *")
+        self._parts = ffi.new("struct kvstore_frame_part[]", [tuple(part) for part in parts])
+        scratch = np.empty_like(pieces)
+        self._kept = pieces, steps, scratch
+        frames = self._frames
+        frames.frame_bytes = shape.frame_bytes
+        frames.block_tokens = shape.block_tokens
+        frames.payload_offset = shape.payload_offset
+        frames.head = shape.head
+        frames.parts, frames.part_count = self._parts, len(parts)
+        frames.pieces = ffi.from_buffer("struct kvstore_piece[]", pieces)
+        frames.steps = ffi.from_buffer("ptrdiff_t[]", steps)
+        frames.scratch = ffi.from_buffer("struct kvstore_piece[]", scratch)
+        frames.piece_count = len(pieces)
+        self._buffer = ffi.new("uint8_t[]", shape.frame_bytes)
+        self._block_tokens = shape.block_tokens
+        self._done = ffi.new("size_t *")
+        # All of them together count: what is written first is gone from the cache in the end.
+        self._streamed = 0 if blocks * shape.frame_bytes >= STREAMED_BYTES else STREAMED_BYTES
+
+    def read(
+        self,
+        file: int,
+        offsets: NDArray[np.int64],
+        hashes: bytes,
+        ids: NDArray[np.uint32],
+        first_block: int,
+        level: str | None = None,
+    ) -> int:
+        """Read frames at ``offsets`` of a file; return how many leading ones were good.
+
+        Shapes:
+            hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
+
+        Raises:
+            ValueError: for shapes that do not belong together.
+
+        Threads: the GIL is released.
+        """
+        count = len(offsets)
+        if len(hashes) != 32 * (count + 1) or ids.size != count * self._block_tokens:
+            raise ValueError(f"{len(hashes)} bytes of hashes and {ids.size} ids for {count} blocks")
+        code = lib.kvstore_read_frames(
+            self._frames,
+            file,
+            ffi.from_buffer("int64_t[]", offsets),
+            count,
+            ffi.from_buffer("uint8_t[]", hashes),
+            ffi.from_buffer("uint32_t[]", ids),
+            first_block,
+            self._buffer,
+            LEVELS[level or default_level()],
+            self._streamed,
+            self._done,
+        )
+        _check(code)
+        return int(self._done[0])
+
+
+def _check_parts(parts: Sequence[Part], size: int, rows: int) -> None:
+    for part in parts:
+        begin, stop, first, last = part
+        if not (0 <= begin <= stop <= size and 0 <= first <= last <= rows):
+            raise ValueError(f"{part} lies outside {size} bytes or {rows} pieces")
 
 
 def xxh3_64(data: memoryview, level: str | None = None) -> int:

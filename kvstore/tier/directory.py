@@ -5,6 +5,7 @@ It knows names, permissions and locks. It never opens the database.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -38,7 +39,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 )
 """Where mapped files and robust mutexes of several hosts do not agree. Source: LMDB's caveats."""
 _LAYERED_FILE_SYSTEMS = frozenset({"overlay", "aufs"})
-"""Where a file of a lower layer becomes another file when it is first written. docs/decisions/0019."""
+"""Where a file of a lower layer becomes another file when it is first written. docs/decisions/0020."""
 
 _LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
 """``owner_pid`` holds a shared lock for a moment, which must not pass for an owner."""
@@ -58,8 +59,11 @@ def prepare(path: Path) -> None:
         msg = f"{path} is a file, expected a directory for the store; choose another path"
         raise ConfigError(msg)
     _check_file_system(path)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in made:
+            _sync(folder.parent)
     except OSError as error:
         msg = f"{path} cannot be created: {error.strerror}; choose a path you can write to"
         raise ConfigError(msg) from error
@@ -175,6 +179,28 @@ def claim_format(path: Path, format_text: str) -> None:
         os.fsync(file.fileno())
     partial.chmod(0o600)
     partial.replace(version)
+    _sync(path)  # before there is a database: one without its VERSION is nobody's store
+
+
+def sync_names(path: Path) -> None:
+    """Make the names of a store's files, and its own, survive power loss: no sync of a file does."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Sync a directory, unless it is one that this user may not read or that knows no sync."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
 
 
 _SHOWN = 200
@@ -346,8 +372,4 @@ def let_in(map_lock: int, *, is_open: bool) -> None:
 def exchange(path: Path, folder: Path) -> None:
     """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less."""
     (folder / DATA_FILE).replace(path / DATA_FILE)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _sync(path)

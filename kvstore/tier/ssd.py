@@ -12,6 +12,8 @@ through LMDB before they count as bad.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import math
 import os
@@ -23,12 +25,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
 import lmdb.verify
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.errors import ConfigError, StoreBusy, StoreError
@@ -50,6 +54,8 @@ DELETES_PER_COMMIT = 64
 """Deletes per transaction while evicting; they need free pages themselves. docs/decisions/0009."""
 READ_BATCH = 32
 """Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
+FEW_FRAMES = 4
+"""From here on frames are read together: before, one by one is as fast."""
 MINIMUM_BLOCKS = 8
 """A store that cannot hold this many blocks is refused: it would only evict. docs/decisions/0009."""
 _HIGH, _LOW = 0.92, 0.88
@@ -72,10 +78,10 @@ _HINT_BATCH = 1024
 """Records rewritten per transaction in a compacted copy: with keys in order, some 30 leaves."""
 _HINT_BYTES = 256
 """What a record may add to a compacted copy: its share of a leaf (85 to 128 bytes), written twice.
-docs/decisions/0017."""
+docs/decisions/0018."""
 VERIFY_SECONDS = 60.0
 """Most time that an opening walks the tree of a store that was not closed; then it goes on, as every
-read checks what it gets. A walk takes 50 us a block on a cold disk. docs/decisions/0019."""
+read checks what it gets. A walk takes 50 us a block on a cold disk. docs/decisions/0020."""
 CHILD_BYTES = 256 << 20
 """Smallest file that is walked in a child: a smaller one takes less time than starting one."""
 BIRTH_SECONDS = 5.0
@@ -84,11 +90,11 @@ _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
 """Offsets of files are signed 64-bit integers; a hint beyond is damage."""
 
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
-_RECORD = struct.Struct("<16sIIQQdIIQ")
+_RECORD = struct.Struct("<16sIIQQdIHeQ")
+_MOST_ERROR = 65504.0
+"""Largest float16."""
 _SEQUENCE = struct.Struct(">Q")
 _PINNED, _PACKED = 1, 2
-_ERROR_SHIFT = 16
-"""The upper half of a record's flags is the error, as float16."""
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -114,13 +120,13 @@ class Record:
     head_sum: int = 0
     """Checksum of the frame's head, which covers the checksums of its parts."""
 
-    def pack(self) -> bytes:
-        """Return the record as stored."""
+    def pack(self, page: int | None = None) -> bytes:
+        """Return the record as stored, with another page if one is given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
-        flags |= int(np.float16(self.error).view(np.uint16)) << _ERROR_SHIFT
         return _RECORD.pack(
-            *(self.parent, self.number, self.namespace_id, self.sequence, self.page),
-            *(self.expires, self.frame_bytes, flags, self.head_sum),
+            *(self.parent, self.number, self.namespace_id, self.sequence),
+            *(self.page if page is None else page, self.expires, self.frame_bytes, flags),
+            *(min(self.error, _MOST_ERROR), self.head_sum),
         )
 
     @classmethod
@@ -128,7 +134,8 @@ class Record:
         """Return the record that ``pack`` wrote, None for anything else."""
         if len(data) != _RECORD.size:
             return None
-        parent, number, namespace, sequence, page, expires, size, flags, head = _RECORD.unpack(data)
+        parent, number, namespace, sequence, page, *others = _RECORD.unpack(data)
+        expires, size, flags, error, head = others
         return cls(
             parent=parent,
             number=number,
@@ -139,7 +146,7 @@ class Record:
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
             is_packed=bool(flags & _PACKED),
-            error=float(np.uint16(flags >> _ERROR_SHIFT).view(np.float16)),
+            error=error,
             head_sum=head,
         )
 
@@ -151,6 +158,9 @@ class Put:
     key: BlockKey
     record: Record
     frame: bytearray
+
+
+TakeMany = Callable[[int, int, NDArray[np.int64]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +245,18 @@ class SsdTier:
         self._users = 0
         self._idle = threading.Condition()
         self._is_closed = False
-        self._writing = threading.Lock()
-        self._unhinted: list[BlockKey] = []
-        """Blocks of the last commit, whose pages are written down with the next one."""
+        self._writing = threading.RLock()
+        """Held through every write transaction: healing is no other's business."""
+        self._is_suspect = False
+        """Whether a commit or a sync failed, so that the last committed state may not reach the disk."""
+        self._is_lost = False
+        """Whether that could not be made up for: another commit might overwrite what is on the disk."""
         self._attach(env)
 
     def _attach(self, env: lmdb.Environment) -> None:
-        """Take over an open environment, and what is known of its file."""
+        """Take over an open environment, and its file."""
         self._env = env
         self._file = os.open(self.path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        self._map_base = _map_base(self._file)
         try:
             self._sys, self._meta, self._pay, self._age = (
                 *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
@@ -358,18 +370,22 @@ class SsdTier:
         self,
         keys: Sequence[BlockKey],
         take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None = None,
     ) -> ReadResult:
         """Read frames in order until one is missing or bad.
 
         ``take(i, frame)`` is given a private copy of block i, which it must not keep, and returns
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
         of the medium escapes.
+
+        ``take_many(i, file, offsets)``, if given, reads frames of the largest size itself, from block
+        i on, and returns how many it took before one was not good; ``take`` says why, and goes on.
         """
         done = size = 0
         try:
             while done < len(keys):
                 with self._using():
-                    result = self._read_batch(keys, done, take)
+                    result = self._read_batch(keys, done, take, take_many)
                 done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
@@ -382,6 +398,7 @@ class SsdTier:
         keys: Sequence[BlockKey],
         first: int,
         take: Callable[[int, memoryview], str | None],
+        take_many: TakeMany | None,
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
@@ -392,7 +409,11 @@ class SsdTier:
                 if page:
                     offset = page * PAGE_BYTES
                     os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
-            for i, data, (page, size) in zip(range(first, stop), found, hints, strict=True):
+            taken = self._take_many(first, hints, take_many) if take_many else 0
+            read = taken * self.options.frame_bytes
+            for i, data, (page, size) in zip(
+                range(first + taken, stop), found[taken:], hints[taken:], strict=True
+            ):
                 if data is None:
                     return ReadResult(i, "missing", read)
                 frame = buffer[:size]
@@ -408,6 +429,16 @@ class SsdTier:
                     return ReadResult(i, fault, read)
                 read += len(frame)
         return ReadResult(stop, None, read)
+
+    def _take_many(self, first: int, hints: Sequence[tuple[int, int]], take_many: TakeMany) -> int:
+        """Hand over the leading frames that are hinted and of the largest size, if they are a few."""
+        size = self.options.frame_bytes
+        pages = [page for page, _ in takewhile(lambda hint: hint[0] and hint[1] == size, hints)]
+        if len(pages) < FEW_FRAMES:
+            return 0
+        return take_many(
+            first, self._file, np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
+        )
 
     def _hint(self, data: bytes | memoryview | None) -> tuple[int, int]:
         """Return the page that a record names and the size there; 0 for what no file has."""
@@ -445,28 +476,21 @@ class SsdTier:
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
-        with self._writing, self._using():
-            hints = self._find_pages(self._unhinted)
-            self._put(puts, uses or {}, hints)
-            self._unhinted = [item.key for item in puts]
-
-    def _put(
-        self, puts: Sequence[Put], uses: Mapping[BlockKey, int], hints: Mapping[BlockKey, int]
-    ) -> None:
-        with self._env.begin(write=True) as txn:
-            for key, page in hints.items():
-                self._rewrite(txn, key, page=page)
-            for key, sequence in uses.items():
+        with self._changing(buffers=True) as txn:
+            for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
             for item in puts:
-                self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete may have failed
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
-                txn.put(item.key, item.record.pack(), db=self._meta)
+                value = txn.get(item.key, db=self._pay)
+                record = item.record.pack(0 if value is None else _page_of(value))
+                if not txn.put(item.key, record, db=self._meta, overwrite=False):
+                    self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete has failed
+                    txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 self._rewrite(txn, key, **fields)
 
@@ -500,14 +524,14 @@ class SsdTier:
             first += count
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
                     self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
 
-    def _drop_age(self, txn: lmdb.Transaction, data: bytes | None) -> None:
+    def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> None:
         """Delete the row of ``age`` that belongs to a stored record, if there is one."""
         record = None if data is None else Record.unpack(data)
         if record is not None:
@@ -520,8 +544,6 @@ class SsdTier:
         system is asked.
         """
         if is_full(error):
-            with suppress(lmdb.Error):  # a reader that was killed keeps freed pages from use
-                self._env.reader_check()
             return True
         with suppress(OSError):
             facts = os.statvfs(self.path)
@@ -530,27 +552,50 @@ class SsdTier:
         return False
 
     def sync(self) -> None:
-        """Make every commit so far survive power loss, and record where payloads lie."""
-        if self._unhinted:
-            self.put([])
-        with self._using():
-            self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+        """Make every commit so far survive power loss."""
+        with self._writing, self._using():
+            self._heal()
+            try:
+                self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
+                raise
 
-    def _find_pages(self, keys: Sequence[BlockKey]) -> dict[BlockKey, int]:
-        """Return where committed payloads lie in the file: known only after their commit."""
-        hints: dict[BlockKey, int] = {}
-        if not keys or self._map_base is None:
-            return hints
-        with self._env.begin(buffers=True) as txn:
-            for key in keys:
-                value = txn.get(key, db=self._pay)
-                if value is None:
-                    continue
-                address = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
-                page, rest = divmod(address - self._map_base, PAGE_BYTES)
-                if rest == PAGE_HEADER_BYTES:
-                    hints[key] = page
-        return hints
+    @contextmanager
+    def _changing(self, *, buffers: bool = False) -> Iterator[Any]:
+        """Change the databases in one durable transaction, which returns views if ``buffers``."""
+        with self._writing, self._using():
+            self._heal()
+            try:
+                begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+                with begin(write=True, buffers=buffers) as txn:
+                    yield txn
+            except lmdb.MapFullError:  # before anything was written
+                self._env.reader_check()  # a killed reader keeps every page freed since it began
+                raise
+            except MEDIUM_ERRORS:
+                self._is_suspect = True
+                raise
+
+    def _heal(self) -> None:
+        """After a commit or a sync that failed: bring the last committed state to the disk.
+
+        A kernel may count pages that it failed to write as written. What was not synced by then, the
+        last commit's meta page too, may never reach the disk, and a later sync that succeeds does
+        not mean that it did. One commit more overwrites nothing that the state on the disk needs,
+        and its sync brings all to the disk; two without a sync between them would. docs/decisions/0017.
+        """
+        if not self._is_suspect:
+            return
+        if self._is_lost:
+            raise OSError(
+                errno.EIO, "an earlier sync failed: nothing is written until it is reopened"
+            )
+        with self._env.begin(write=True) as txn:
+            txn.put(b"clean", b"0", db=self._sys)  # any change will do
+        self._is_lost = True
+        self._env.sync(True)  # noqa: FBT003
+        self._is_suspect = self._is_lost = False
 
     # ---- compacting (owner) --------------------------------------------------------------------
 
@@ -640,19 +685,21 @@ class SsdTier:
         """Write into every record where its payload lies now."""
         keys = [key for key, _ in self.records()]
         for first in range(0, len(keys), _HINT_BATCH):
-            batch = keys[first : first + _HINT_BATCH]
-            hints = self._find_pages(batch)
-            if hints:  # a compacted file holds payloads in the order of their keys: look ahead
-                end, size = max(hints.values()) * PAGE_BYTES, len(batch) * self.block_bytes
-                os.posix_fadvise(self._file, end, size + self.block_bytes, _WILL_NEED)
-            with self._using(), self._env.begin(write=True) as txn:
+            batch, end = keys[first : first + _HINT_BATCH], 0
+            with self._changing(buffers=True) as txn:
                 for key in batch:
-                    self._rewrite(txn, key, page=hints.get(key, 0))
+                    value = txn.get(key, db=self._pay)
+                    page = 0 if value is None else _page_of(value)
+                    end = max(end, page)
+                    self._rewrite(txn, key, page=page)
+            if end:  # a compacted file holds payloads in the order of their keys: look ahead
+                size = (len(batch) + 1) * self.block_bytes
+                os.posix_fadvise(self._file, end * PAGE_BYTES, size, _WILL_NEED)
 
     def _exchange(self, folder: Path, state: int) -> None:
         """Go on with the copy in ``folder``, made when ``state`` was the last transaction."""
         assert self._map_lock is not None
-        with self._idle:
+        with self._writing, self._idle:
             is_idle = self._idle.wait_for(lambda: not self._users, COPY_SECONDS)
             if not is_idle or self._env.info()["last_txnid"] != state:
                 msg = f"{self.path} was in use while it was compacted; it stays as it was"
@@ -696,7 +743,7 @@ class SsdTier:
 
     def set_fact(self, name: str, value: bytes) -> None:
         """Store a small named value durably."""
-        with self._using(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -723,7 +770,7 @@ class SsdTier:
                 return
             self._idle.wait_for(lambda: self._users == 0, timeout=60)
             self._is_closed = True
-        if self.is_owner:
+        if self.is_owner and not self._is_suspect:  # else the next opening walks the tree
             with suppress(lmdb.Error):
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)
@@ -797,23 +844,36 @@ MEDIUM_ERRORS = (lmdb.Error, OSError)
 """What a medium can do to us. Everything else is a bug and is not caught as one of these."""
 
 
+def is_map_full(error: BaseException) -> bool:
+    """Say whether a write found no free page in the map: nothing was written, nothing failed."""
+    return isinstance(error, lmdb.MapFullError)
+
+
 def is_full(error: BaseException) -> bool:
     """Say whether evicting a little and trying again may help."""
-    return isinstance(error, lmdb.MapFullError) or "No space left" in str(error)
+    return is_map_full(error) or "No space left" in str(error)
 
 
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 
 
-def _map_base(file: int) -> int | None:
-    """Return the address at which LMDB mapped ``file``, or None where that cannot be known."""
-    inode = str(os.fstat(file).st_ino)
-    with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, _, offset, _, found, *_ = line.split()
-            if found == inode and int(offset, 16) == 0:
-                return int(span.split("-")[0], 16)
-    return None
+_PAGE_HEADER = struct.Struct("<QHHI")
+"""Number, unused, flags, and for overflow pages how many they are. Source: MDB_page, LMDB 0.9."""
+_IS_OVERFLOW = 4
+assert _PAGE_HEADER.size == PAGE_HEADER_BYTES
+
+
+def _page_of(value: memoryview) -> int:
+    """Return the number of the page that a value begins, 0 if it lies inside a page of the tree.
+
+    ``value`` is what a transaction returned. LMDB gives a page its number when it is written to, and
+    puts the header right before the value, in its copy of the page as in the file.
+    """
+    address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - PAGE_HEADER_BYTES
+    header = ctypes.string_at(address, PAGE_HEADER_BYTES)
+    number, _, flags, pages = _PAGE_HEADER.unpack(header)
+    is_ours = flags & _IS_OVERFLOW and pages == pages_of(len(value)) and number < _LAST_PAGE
+    return int(number) if is_ours else 0
 
 
 def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
@@ -885,6 +945,7 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
                 env = None
         problem = _cut_off(path, env)
         if not problem:
+            env.reader_check()  # slots of killed readers: there are 512 in all
             return SsdTier(path, options, env, None)
     except MEDIUM_ERRORS as error:
         problem = str(error)
@@ -937,6 +998,7 @@ def _try_open(
         if problem:
             return None, problem
         env.reader_check()
+        directory.sync_names(path)
         tier = SsdTier(path, options, env, lock)
         stored = tier.fact("format")
         if stored is None:

@@ -185,18 +185,18 @@ int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blo
  * Returns OK, NULL or LEVEL. */
 int kvstore_xxh3_64(const void *data, size_t bytes, int level, uint64_t *sum);
 
-/* A piece of a part, as stored, and where it goes. docs/format.md, section 4.
+/* A piece of a part, as stored, and its place in a caller's memory. docs/format.md, section 4.
  *
  * Without a codec it is a plane, and its rows are copied: row_values are bytes then. With one it is
  * two planes, all codes of a unit and then all its scales, and they are unpacked as by
- * kvstore_unpack. A piece lies in `units` units of `rows` rows; those of the target follow each
+ * kvstore_unpack. A piece lies in `units` units of `rows` rows; those of its place follow each
  * other. Pieces that follow each other and have equally many units take turns: the first unit of
  * each, then the second of each, and so on. */
 struct kvstore_piece {
     const struct kvstore_codec *codec; /* or null */
     size_t units, rows, row_values;
-    void *target; /* [units * rows]: row r starts target_stride * r bytes behind it */
-    ptrdiff_t target_stride;
+    void *place; /* [units * rows]: row r starts place_stride * r bytes behind it */
+    ptrdiff_t place_stride;
 };
 
 /* Verify a part and hand out its pieces in the same pass: every byte is in the nearest cache, or in
@@ -204,21 +204,71 @@ struct kvstore_piece {
  *
  * part            in:  the bytes of all pieces, in the order of that structure.
  * sum             what kvstore_xxh3_64 of the part must be.
- * pieces          in:  [count]; the targets are out. They are apart from the part and from each
- *                 other. Rows of two targets may interleave if their strides have one magnitude.
+ * pieces          in:  [count]; their places are out. They are apart from the part and from each
+ *                 other. Rows of two places may interleave if their strides have one magnitude.
  * level           at most kvstore_level(); unpacking has that of its codec.
- * streamed_bytes  targets that take at least so much together are written past the cache.
+ * streamed_bytes  places that take at least so much together are written past the cache.
  *
  * Copied bytes are read once, and what is summed is what was written: a part that somebody changes
  * meanwhile is not handed out as whole. Bytes to unpack are read twice, so such a part must not
  * change.
  *
  * Returns OK, SUM, SHAPE (the pieces are not part_bytes long, or a row is none of its codec), NULL,
- * STRIDE, OVERLAP or LEVEL. After SUM the targets hold anything, and nothing beside them changed.
+ * STRIDE, OVERLAP or LEVEL. After SUM the places hold anything, and nothing beside them changed.
  * Checking takes count^2 / 2 comparisons. */
 int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
                       const struct kvstore_piece *pieces, size_t count, int level,
                       size_t streamed_bytes);
+
+/* Take pieces in as a part, and sum it in the same pass.
+ *
+ * part    out: [part_bytes], apart from every place.
+ * pieces  in:  [count], without codecs; their places are in, and may share bytes.
+ * level   at most kvstore_level().
+ * sum     out: what kvstore_xxh3_64 of the part is.
+ *
+ * Bytes are read once: whatever somebody changes meanwhile, the sum is that of the part.
+ *
+ * Returns OK, SHAPE, NULL, STRIDE, OVERLAP, FORMAT (a piece has a codec) or LEVEL. */
+int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_piece *pieces,
+                       size_t count, int level, uint64_t *sum);
+
+/* Where a part lies in a frame, and which pieces it is. */
+struct kvstore_frame_part {
+    size_t start, stop, first, last;
+};
+
+/* Frames of one format, and the places of their payloads: docs/format.md, section 4. */
+struct kvstore_frames {
+    size_t frame_bytes, block_tokens, payload_offset;
+    uint8_t head[32]; /* how a frame begins; its number, namespace and whether it has images are any */
+    const struct kvstore_frame_part *parts;
+    size_t part_count;
+    const struct kvstore_piece *pieces; /* with the places of block 0 */
+    const ptrdiff_t *steps; /* from a piece's place to that of the next block, in bytes */
+    struct kvstore_piece *scratch; /* [piece_count], for one call at a time */
+    size_t piece_count;
+};
+
+/* Read frames from a file and hand their payloads out, each verified; stop at the first that is not
+ * exactly what was asked for.
+ *
+ * file         a descriptor to pread from.
+ * offsets      in:  [count], where the frames lie in it.
+ * hashes       in:  [count + 1, 32]: the hash of the parent of the first block, then of each block.
+ * ids          in:  [count, block_tokens], the token ids of the blocks.
+ * first_block  number of the first block's place.
+ * buffer       [frame_bytes], for one call at a time.
+ * done         out: how many frames were good; the place of the one behind them holds anything.
+ *
+ * A frame is good if its head begins as `head` and has those hashes and ids and its own sum, and
+ * kvstore_read_part finds each of its parts good.
+ *
+ * Returns OK, SHAPE, NULL, STRIDE, OVERLAP or LEVEL. */
+int kvstore_read_frames(const struct kvstore_frames *format, int file, const int64_t *offsets,
+                        size_t count, const uint8_t *hashes, const uint32_t *ids,
+                        size_t first_block, uint8_t *buffer, int level, size_t streamed_bytes,
+                        size_t *done);
 
 /* cffi: end */
 

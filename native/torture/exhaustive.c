@@ -1,5 +1,5 @@
 /* Every float of 32 bits, packed to FP4 under every rule at every level, beside scales and codes
- * that are found by comparing alone. Minutes: run by `make exhaustive`, with the shipped flags. */
+ * that are found by comparing alone. Minutes: run by `make torture-codec`, with the shipped flags. */
 #include "../tests/testing.h"
 
 #include <float.h>

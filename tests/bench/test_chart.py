@@ -40,3 +40,14 @@ def test_equal_values_still_make_a_chart(is_log: bool) -> None:
 def test_no_point_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one point"):
         chart([Series("s", ())], title="t", x_label="x", y_label="y")
+
+
+def test_names_stand_where_numbers_would() -> None:
+    points = tuple(Point(x, 1, 1, 1) for x in (1, 2, 3))
+    names = ["one", "two", "three"]
+    text = chart([Series("s", points)], title="t", x_label="", y_label="y", x_names=names)
+    root = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    places = {node.text: node.attrib["x"] for node in root.findall(f"{space}text")}
+    dots = [node.attrib["cx"] for node in root.findall(f"{space}circle")]
+    assert [places[name] for name in names] == dots[:3]

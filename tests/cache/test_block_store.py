@@ -877,7 +877,7 @@ def test_the_format_of_a_keyed_block_is_as_documented() -> None:
         sequence=7,
     )
     entries = {keys_module.GROUP: np.arange(5, dtype=np.uint8).reshape(1, 1, 5)}
-    assert form.encode(header, block.words, entries, 0).hex() == GOLDEN_FRAME
+    assert form.encode(header, block.words, form.entries_source(entries), 0).hex() == GOLDEN_FRAME
     text = json.loads(format_text(form.layout, form.block_tokens, 8))
     assert (text["key_bytes"], text["block_tokens"]) == (8, 3)
     group = text["groups"][0]

@@ -437,3 +437,153 @@ def test_preallocation_takes_the_space_at_open(tmp_path: Path) -> None:
         assert facts.st_size == facts.st_blocks * 512 == 4 << 20
     with open_cache(tmp_path / "s", ssd_bytes="4MiB") as cache:
         assert cache.stats()["counters"]["quarantined_stores"] == 0
+
+
+def test_names_are_synced_before_anything_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A synced file is gone after a power cut if the directory that names it is not synced too."""
+    path = tmp_path / "new" / "s"
+    synced: list[tuple[str, frozenset[str]]] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        folder = Path(f"/proc/self/fd/{fd}").resolve()
+        if folder.is_dir():
+            synced.append((folder.name, frozenset(item.name for item in folder.iterdir())))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with open_cache(path):
+        pass
+    files = [names for folder, names in synced if folder == "s"]
+    assert any("VERSION" in names and "data.mdb" not in names for names in files)
+    assert {"VERSION", "data.mdb"} <= files[-1]
+    assert any(folder == "new" and "s" in names for folder, names in synced)
+    assert any(folder == tmp_path.name and "new" in names for folder, names in synced)
+
+
+class Watched:
+    """An environment that notes its write transactions and syncs; the next syncs fail."""
+
+    def __init__(self, ssd: SsdTier, failing: int) -> None:
+        self.real, self.failing = ssd._env, failing
+        self.done: list[str] = []
+        ssd._env = self  # type: ignore[assignment]
+
+    def begin(self, **options: Any) -> Any:
+        if options.get("write"):
+            self.done.append("commit")
+        return self.real.begin(**options)
+
+    def sync(self, force: bool) -> None:
+        self.failing -= 1
+        if self.failing >= 0:
+            raise lmdb.DiskError("mdb_env_sync: Input/output error")
+        self.done.append("sync")
+        self.real.sync(force)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path: Path) -> None:
+    """The kernel may have given up what was not synced: a second sync alone proves nothing."""
+    tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        env = Watched(cache._shared.ssd, failing=1)
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.flush()
+        env.done.clear()
+        cache.flush()
+        assert env.done == ["commit", "sync", "sync"]
+        env.done.clear()
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert env.done == ["commit", "sync"], "healed once"
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_a_second_failed_sync_ends_writing_until_the_store_is_reopened(tmp_path: Path) -> None:
+    """Then another commit could overwrite what the state on the disk is made of."""
+    tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
+    path = tmp_path / "s"
+    with open_cache(path) as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        env = Watched(cache._shared.ssd, failing=2)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be synced"):
+                cache.flush()
+        env.done.clear()
+        cache.store(more, entries_of(DENSE, more))
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.flush()
+        assert env.done == []
+        with cache.lookup(tokens) as match:
+            assert_entries(DENSE, cache.read(match), tokens, 4 * BLOCK)
+        with pytest.raises(StoreError, match="cannot be synced"):
+            cache.close()
+    with open_cache(path) as cache:
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert cache.lookup(more).hit_tokens == 2 * BLOCK
+
+
+_KILLED_READER = """
+import os, signal, sys
+from tests.stores import *
+with open_cache(Path(sys.argv[1]), role="reader", ssd_bytes="1MiB") as cache:
+    txn = cache._shared.ssd._env.begin()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_killed_in_the_middle_of_a_read_does_not_fill_the_map(tmp_path: Path) -> None:
+    """Its slot would keep every page that was freed since, until the store is opened again."""
+    path = tmp_path / "s"
+    with open_cache(path, ssd_bytes="1MiB") as cache:
+        cache.store(tokens_of(BLOCK), entries_of(DENSE, tokens_of(BLOCK)))
+        cache.flush()
+        subprocess.run([sys.executable, "-c", _KILLED_READER, str(path)], check=False, timeout=60)
+        for seed in range(200):
+            tokens = tokens_of(4 * BLOCK, seed)
+            cache.store(tokens, entries_of(DENSE, tokens), wait=30)
+            if seed % 8 == 0:
+                cache.flush()
+        cache.flush()
+        counters = cache.stats()["counters"]
+        assert counters["evicted_blocks"]["ssd"] > 400
+        assert counters["write_errors"] == counters["dropped_blocks"]["total"] == 0
+
+
+def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
+    tokens = tokens_of(4 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        owned(cache)._writer.drain()
+        cache.lookup(tokens)
+        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")])
+        cache.flush()
+        assert failing.errors == []
+        assert owned(cache)._uses, "uses wait for the next commit"
+        assert cache.stats()["counters"]["write_errors"] == 0
+
+
+def test_a_directory_that_knows_no_sync_holds_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").resolve().is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    tokens = fill(tmp_path / "s")
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.lookup(tokens).hit_tokens == 12 * BLOCK

@@ -116,7 +116,7 @@ def test_a_packed_frame_takes_fewer_bytes() -> None:
     sizes = {}
     for formats in (None, FORMATS):
         frames = frames_of(DENSE, BLOCK, Packing(formats) if formats else None)
-        frame = frames.encode(HEADER, tokens_of(BLOCK), numbers(blocks=1), 0)
+        frame = frames.encode(HEADER, tokens_of(BLOCK), frames.entries_source(numbers(blocks=1)), 0)
         sizes[formats is not None] = len(frame) - FrameFormat(DENSE, BLOCK).payload_offset
     # 2 groups of 3 layers, 8 entries of 64 values: 2 bytes each, or 4 bits and a scale.
     assert sizes[False] == 2 * 3 * 8 * 128
@@ -271,7 +271,7 @@ def test_what_an_engine_packed_is_not_packed_again() -> None:
 def test_a_flipped_flag_is_a_bad_head() -> None:
     frames = PackingFormat(DENSE, BLOCK, Packing(FORMATS, 0.2))
     tokens = tokens_of(BLOCK)
-    frame = frames.encode(HEADER, tokens, numbers(blocks=1), 0)
+    frame = frames.encode(HEADER, tokens, frames.entries_source(numbers(blocks=1)), 0)
     assert frames.packing_of(frame)[0]
     found = frames.header(memoryview(frame))
     assert found is not None

@@ -328,7 +328,7 @@ def test_window_kv_never_reaches_the_disk(tmp_path: Path) -> None:
         with cache.lookup(tokens) as match:
             assert marker in cache.window(match).rows["window"].tobytes()
     assert marker not in (tmp_path / "s" / "data.mdb").read_bytes()
-    names = {plane.group for plane in FrameFormat(WINDOWED, BLOCK)._planes}
+    names = set(FrameFormat(WINDOWED, BLOCK).entries)
     assert names == {"main", "index", "last"}
 
 

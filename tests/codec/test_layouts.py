@@ -181,7 +181,7 @@ def test_the_frame_of_a_block_is_packed_and_unpacked_where_it_lies() -> None:
         parent_hash=BlockHash(bytes(32)),
         sequence=1,
     )
-    frame = frames.encode(header, random_tokens(128, rng), entries, 0)
+    frame = frames.encode(header, random_tokens(128, rng), frames.entries_source(entries), 0)
     start, stop = frames.part_bounds[-1]  # of layer 20: two units of 64 entries in two groups
     at_rest = np.frombuffer(frame, np.uint8)[start:stop].reshape(2, 22_784)
     blank = np.full_like(at_rest, REDZONE)

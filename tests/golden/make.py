@@ -64,7 +64,7 @@ def make(name: str, layout: Layout, block_tokens: int, preset: str | None) -> No
         )
         for number, group in enumerate(layout.global_groups)
     }
-    frame = frames.encode(header, tokens, entries, 0)
+    frame = frames.encode(header, tokens, frames.entries_source(entries), 0)
     known: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "preset": preset,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -204,32 +203,6 @@ def test_where_no_child_can_walk_the_process_does(
     spoil(tmp_path / "s")
     with open_cache(tmp_path / "s") as cache:
         assert cache.stats()["counters"]["quarantined_stores"] == 1
-
-
-def test_a_full_file_makes_the_owner_look_for_readers_that_were_killed(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    fill(path)
-    code = (
-        "import sys; from tests.stores import *\n"
-        "cache = open_cache(Path(sys.argv[1]), role='reader')\n"
-        "txn = cache._shared.ssd._env.begin()\n"
-        "print('inside', flush=True); sys.stdin.read()\n"
-    )
-    with open_cache(path) as cache:
-        ssd = cache._shared.ssd
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as reader:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == "inside\n"
-            assert str(reader.pid) in ssd._env.readers()
-            reader.send_signal(signal.SIGKILL)
-        assert str(reader.pid) in ssd._env.readers()
-        assert ssd.lacks_room(lmdb.MapFullError("full"), 1)
-        assert str(reader.pid) not in ssd._env.readers()
 
 
 def test_a_meta_page_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 import kvstore
-from kvstore.block import BlockHash, ImageSpan
+from kvstore.block import ImageSpan
 from kvstore.cache import Scope
 from kvstore.engine.paged import (
     Hints,
@@ -31,7 +31,7 @@ from kvstore.engine.vllm.groups import EngineLayout
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
-from kvstore.hash import block_hashes, namespace_digest
+from kvstore.hash import HashRun, block_hashes, namespace_digest
 
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
@@ -186,7 +186,7 @@ class SchedulerSide:
             hit = blocks * self._block_tokens
         return hit
 
-    def _hashes(self, tracked: Tracked, tokens: NDArray[np.uint32]) -> list[BlockHash]:
+    def _hashes(self, tracked: Tracked, tokens: NDArray[np.uint32]) -> HashRun:
         """Return the hash of each block, as the workers' stores name it."""
         root = namespace_digest(
             self._engine.layout.fingerprint, self._block_tokens, tracked.scopes[0].namespace

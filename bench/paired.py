@@ -1,0 +1,83 @@
+"""Two speeds of one run as a ratio: what a bench asks, and what the machine does in the same minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+Timed = Callable[[], float]
+"""Does some work and returns the seconds of the part that counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure, and what it is held against."""
+
+    section: str
+    what: str
+    of: str = ""
+    """The layout or the trace."""
+    value: float
+    """Median over pairs, in ``unit``."""
+    unit: str
+    beside: str = ""
+    bound: float | None = None
+    """Median of what stands beside it, in ``unit``."""
+    ratio: float | None = None
+    """Of the speeds, the median over pairs; with the quarter below and above."""
+    low: float | None = None
+    high: float | None = None
+    bar: float | None = None
+    """What the ratio is to reach; without one, what the value is to stay below."""
+    note: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Say whether the bar is met; None where there is none."""
+        if self.bar is None:
+            return None
+        return self.value <= self.bar if self.ratio is None else self.ratio >= self.bar
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Return how long a call took."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def paired(
+    mine: Timed, theirs: Timed, pairs: int, advance: Callable[[int, int], None] | None = None
+) -> tuple[list[float], list[float]]:
+    """Do both once unmeasured, then ``pairs`` times one after the other, in changing order."""
+    mine()
+    theirs()
+    found: tuple[list[float], list[float]] = ([], [])
+    for number in range(pairs):
+        for which in (0, 1) if number % 2 else (1, 0):
+            found[which].append((mine, theirs)[which]())
+        if advance is not None:
+            advance(number + 1, pairs)
+    return found
+
+
+def speeds(mine: Sequence[float], theirs: Sequence[float], moved: int) -> dict[str, Any]:
+    """Return the fields of a row in GB/s, for ``moved`` bytes in the seconds of each side.
+
+    The ratio is the median of the pairs' ratios, not the ratio of the medians.
+    """
+    ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
+    low, _, high = (
+        quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
+    )
+    return {
+        "value": moved / median(mine) / 1e9,
+        "unit": "GB/s",
+        "bound": moved / median(theirs) / 1e9,
+        "ratio": median(ratios),
+        "low": low,
+        "high": high,
+    }

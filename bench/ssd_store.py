@@ -1,0 +1,653 @@
+"""Filling, steady state, warm and cold loads of the SSD tier, beside what the machine itself does.
+
+Every figure includes verification: frames are sealed with their checksums when they are written, and
+head and payload are checked when they are read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.paired import Row, paired, seconds, speeds
+from kvstore import Layout, Namespace, PrefixCache
+from kvstore.block import BlockHash
+from kvstore.cache.match import Match
+from kvstore.cache.prefix import Prefix
+from kvstore.codec import native
+from kvstore.demo import drop_page_cache
+from kvstore.frame import FrameFormat, Frames, Header, Places, head_sum
+from kvstore.hash import block_hashes
+from kvstore.opening import format_text
+from kvstore.tier.directory import DATA_FILE
+from kvstore.tier.ssd import (
+    PAGE_BYTES,
+    Put,
+    Record,
+    SsdOptions,
+    SsdTier,
+    commit_blocks,
+    minimum_capacity,
+    open_ssd,
+    pages_of,
+)
+
+BLOCK_TOKENS = 128
+NAMESPACE = Namespace(model="bench")
+FILL_BAR, STEADY_BAR, WARM_BAR, COLD_BAR = 1.0, 0.8, 0.75, 0.9
+"""Ratios that the durable store and the loads are to reach."""
+PROMPT_COMMITS = 8
+"""Commits that one prompt fills: 512 blocks of DeepSeek-V4.1-Flash are 65,536 tokens."""
+LARGE_CAP = 512 << 20
+"""From this cap on, commits are as large as they get: 16 MB is a 32nd of it."""
+TURNOVERS = 2
+"""How often a store at its cap is filled before steady state is measured."""
+WARM_BYTES = 256 << 20
+"""Most bytes of a warm load: far more than a processor's cache, and four copies fit in memory."""
+RUN_BLOCKS = 32
+"""Blocks of a cold run: a prompt of 4,096 tokens."""
+COLD_SHARE = 0.2
+"""Most of the file that a cold measurement touches, so that nothing gains by reading all of it."""
+COLD_THREADS = ((1, 1), (8, 8), (1, 32))
+"""Threads that load, and threads of the O_DIRECT reads beside them: equal ones, and a single loading
+thread, whose hints ask for 32 blocks at once, beside as many requests in flight."""
+WAIT_SECONDS = 120.0
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+"""What drops the page cache of the whole machine, for root."""
+
+Advance = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Prompts of one layout with random entries, which are the same for every prompt."""
+
+    layout: Layout
+    format: FrameFormat
+    count: int
+    """Blocks of a prompt."""
+    entries: dict[str, NDArray[np.uint8]]
+    source: Places
+    """The same, as frames are made of them."""
+    raw: NDArray[np.uint8]
+    """The payload's bytes once more, for whoever writes or copies them without us."""
+    rng: np.random.Generator
+
+    @classmethod
+    def of(cls, layout: Layout, count: int, seed: int = 0) -> Blocks:
+        """Make entries for ``count`` blocks."""
+        rng = np.random.default_rng(seed)
+        entries = {
+            group.name: rng.integers(
+                0,
+                256,
+                (
+                    len(group.layers),
+                    count * BLOCK_TOKENS // group.tokens_per_entry,
+                    group.entry_bytes,
+                ),
+                np.uint8,
+            )
+            for group in layout.global_groups
+        }
+        raw = np.concatenate([array.reshape(-1) for array in entries.values()])
+        form = FrameFormat(layout, BLOCK_TOKENS)
+        return cls(layout, form, count, entries, form.entries_source(entries), raw, rng)
+
+    def prompt(self) -> NDArray[np.uint32]:
+        """Return token ids of a new prompt."""
+        return self.rng.integers(0, 1 << 17, self.count * BLOCK_TOKENS, np.uint32)
+
+    def puts(self, sequence: int) -> list[Put]:
+        """Return a new prompt framed, as the writer hands it to the tier."""
+        tokens, root = self.prompt(), BlockHash(self.rng.bytes(32))
+        hashes = block_hashes(root, tokens, BLOCK_TOKENS)
+        prefix = Prefix(root, tokens, hashes, (), BLOCK_TOKENS)
+        return [
+            self._put(prefix, number, sequence + number, self._frame(prefix, number, sequence))
+            for number in range(self.count)
+        ]
+
+    def _frame(self, prefix: Prefix, number: int, sequence: int) -> bytearray:
+        header = Header(
+            block_tokens=BLOCK_TOKENS,
+            number=number,
+            namespace_id=1,
+            payload_bytes=self.format.payload_bytes,
+            block_hash=prefix.hash_of(number),
+            parent_hash=prefix.parent_hash(number),
+            sequence=sequence,
+        )
+        return self.format.encode(header, prefix.block_ids(number), self.source, number)
+
+    @staticmethod
+    def _put(prefix: Prefix, number: int, sequence: int, frame: bytearray) -> Put:
+        record = Record(
+            parent=prefix.key(number - 1) if number else prefix.key(0),
+            number=number,
+            namespace_id=1,
+            sequence=sequence,
+            frame_bytes=len(frame),
+            head_sum=head_sum(frame),
+        )
+        return Put(prefix.key(number), record, frame)
+
+
+# ---- stores and what stands beside them -----------------------------------------------------------
+
+
+def tier_of(cache: PrefixCache) -> SsdTier:
+    """Return the tier below a cache: what only a bench needs."""
+    return cache._shared.ssd  # noqa: SLF001
+
+
+def open_cache(folder: Path, layout: Layout, capacity: int) -> PrefixCache:
+    """Open a store for blocks of the bench."""
+    return PrefixCache.open(
+        folder, layout=layout, namespace=NAMESPACE, block_tokens=BLOCK_TOKENS, ssd_bytes=capacity
+    )
+
+
+def tier_options(layout: Layout, frames: Frames, capacity: int) -> SsdOptions:
+    """Return the options of a tier without a cache."""
+    return SsdOptions(
+        capacity_bytes=capacity,
+        frame_bytes=frames.frame_bytes,
+        format_text=format_text(layout, BLOCK_TOKENS),
+    )
+
+
+def keep(cache: PrefixCache, tokens: NDArray[np.uint32], blocks: Blocks) -> None:
+    """Store a prompt. Raises ``RuntimeError`` unless all of it was taken."""
+    stored = cache.store(tokens, blocks.entries, wait=WAIT_SECONDS)
+    if stored.dropped or stored.present:
+        raise RuntimeError(f"a prompt was not stored as new: {stored}")
+
+
+class RawFile:
+    """A file that is written by ``pwrite`` and ``fdatasync``: what any store has to do at least."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """Make the file, of ``size`` written bytes."""
+        self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+        self._size, self._at = size, 0
+        piece = bytes(min(size, 1 << 20))
+        for at in range(0, size, 1 << 20):
+            os.pwrite(self._fd, piece[: size - at], at)
+        os.fdatasync(self._fd)
+
+    def write(self, data: NDArray[np.uint8], batch_bytes: int) -> None:
+        """Append ``data``, or go round where the file has a size, with a sync for each batch."""
+        for first in range(0, len(data), batch_bytes):
+            piece = data[first : first + batch_bytes]
+            if self._size and self._at + len(piece) > self._size:
+                self._at = 0
+            written = os.pwrite(self._fd, piece.data, self._at)
+            if written != len(piece):
+                raise OSError(f"pwrite wrote {written} of {len(piece)} bytes")
+            os.fdatasync(self._fd)
+            self._at += written
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def forget_pages(folder: Path) -> str:
+    """Drop ``folder`` from the page cache; return how: all of it as root, else file by file."""
+    os.sync()
+    try:
+        DROP_CACHES.write_text("3\n", encoding="ascii")
+    except OSError:
+        drop_page_cache(folder)
+        return "posix_fadvise(DONTNEED)"
+    return "drop_caches"
+
+
+def open_direct(path: Path) -> int:
+    """Open a file for reads past the page cache. Raises ``SystemExit`` where there are none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        sys.exit(f"{path.parent} has no O_DIRECT ({error.strerror}): choose another --dir")
+
+
+@contextmanager
+def scratch(folder: Path, name: str) -> Iterator[Path]:
+    """Give an empty folder that goes away again, for good: nobody else's sync pays for it."""
+    place = folder / name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        os.sync()
+
+
+# ---- durable stores -------------------------------------------------------------------------------
+
+
+def prompts_of(layout: Layout, total_bytes: int, capacity: int) -> tuple[Blocks, int, int]:
+    """Return the prompts of about ``total_bytes``, how many they are, and the blocks of a commit."""
+    form = FrameFormat(layout, BLOCK_TOKENS)
+    commit = commit_blocks(capacity, form.frame_bytes)
+    whole = max(1, total_bytes // form.payload_bytes // commit)
+    blocks = Blocks.of(layout, commit * min(PROMPT_COMMITS, whole))
+    return blocks, max(1, total_bytes // len(blocks.raw)), commit
+
+
+def fill(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
+    """Return how fast an empty store is filled, through the cache and by the tier alone.
+
+    Beside them a new file is written, the payload's bytes alone, with ``fdatasync`` as often as the
+    store commits.
+    """
+    capacity = max(LARGE_CAP, 2 * total_bytes)
+    blocks, prompts, commit = prompts_of(layout, total_bytes, capacity)
+    moved = prompts * len(blocks.raw)
+
+    def through_cache() -> float:
+        with scratch(folder, "cache") as place, open_cache(place, layout, capacity) as cache:
+            texts = [blocks.prompt() for _ in range(prompts)]
+
+            def store() -> None:
+                for tokens in texts:
+                    keep(cache, tokens, blocks)
+                cache.flush()
+
+            return seconds(store)
+
+    def by_tier() -> float:
+        with scratch(folder, "tier") as place:
+            tier, _ = open_ssd(place, tier_options(layout, blocks.format, capacity))
+            puts = blocks.puts(1)  # written under new keys again: frames take memory
+            try:
+                return sum(
+                    seconds(partial(put_all, tier, renamed(puts, number, blocks), commit))
+                    for number in range(prompts)
+                )
+            finally:
+                tier.close()
+
+    def raw() -> float:
+        with scratch(folder, "raw") as place:
+            file = RawFile(place / "raw")
+            try:
+                return sum(
+                    seconds(lambda: file.write(blocks.raw, commit * blocks.format.payload_bytes))
+                    for _ in range(prompts)
+                )
+            finally:
+                file.close()
+
+    note = f"{prompts * blocks.count} blocks, {commit} a commit"
+    beside = "pwrite + fdatasync to a new file"
+    rows = []
+    for what, work, bar in (
+        ("fill", through_cache, FILL_BAR),
+        ("fill, tier alone, framed before", by_tier, None),
+    ):
+        found = speeds(*paired(work, raw, pairs, advance), moved)
+        rows.append(
+            Row(
+                section="fill",
+                what=what,
+                of=layout.model,
+                beside=beside,
+                bar=bar,
+                note=note,
+                **found,
+            )
+        )
+    return rows
+
+
+def renamed(puts: Sequence[Put], number: int, blocks: Blocks) -> list[Put]:
+    """Return the same frames under other keys and sequences."""
+    first = 1 + number * len(puts)
+    return [
+        Put(
+            type(put.key)(blocks.rng.bytes(len(put.key))),
+            Record(
+                parent=put.record.parent,
+                number=put.record.number,
+                namespace_id=1,
+                sequence=first + at,
+                frame_bytes=put.record.frame_bytes,
+                head_sum=put.record.head_sum,
+            ),
+            put.frame,
+        )
+        for at, put in enumerate(puts)
+    ]
+
+
+def put_all(tier: SsdTier, puts: Sequence[Put], commit: int) -> None:
+    """Write blocks, ``commit`` at a time."""
+    for at in range(0, len(puts), commit):
+        tier.put(puts[at : at + commit])
+
+
+def steady(
+    layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance
+) -> list[Row]:
+    """Return how fast a store at its cap takes new prompts, which evict old ones.
+
+    Beside it a file of the size of the cap is overwritten, so that neither grows.
+    """
+    form = FrameFormat(layout, BLOCK_TOKENS)
+    capacity = max(total_bytes, minimum_capacity(form.frame_bytes))
+    blocks, _, commit = prompts_of(layout, capacity, capacity)
+    stored = blocks.count * pages_of(form.frame_bytes) * PAGE_BYTES
+    with scratch(folder, "steady") as place:
+        file = RawFile(place / "raw", capacity)
+        with open_cache(place / "store", layout, capacity) as cache:
+
+            def store() -> float:
+                tokens = blocks.prompt()
+
+                def work() -> None:
+                    keep(cache, tokens, blocks)
+                    cache.flush()
+
+                return seconds(work)
+
+            for _ in range(TURNOVERS * -(-capacity // stored)):
+                store()
+            mine, theirs = paired(
+                store,
+                lambda: seconds(
+                    lambda: file.write(blocks.raw, commit * blocks.format.payload_bytes)
+                ),
+                pairs,
+                advance,
+            )
+            evicted = cache.stats()["counters"]["evicted_blocks"].get("ssd", 0)
+        file.close()
+    return [
+        Row(
+            section="steady",
+            what="at the cap",
+            of=layout.model,
+            beside="pwrite + fdatasync over a file",
+            bar=STEADY_BAR,
+            note=f"cap {capacity / 2**20:.0f} MiB, {blocks.count} blocks a prompt, {commit} a commit, {evicted} evicted",
+            **speeds(mine, theirs, len(blocks.raw)),
+        )
+    ]
+
+
+# ---- warm loads -----------------------------------------------------------------------------------
+
+
+def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
+    """Return places for payloads as they are, one after the other in ``out``.
+
+    Nothing is rearranged: the least that a load has to do.
+    """
+    bounds, base = form.part_bounds, out.ctypes.data - form.payload_offset
+    pieces = [(0, 1, 1, stop - start, base + start, stop - start) for start, stop in bounds]
+    return Places(
+        out.size // form.payload_bytes,
+        np.array(pieces, np.int64),
+        np.full(len(bounds), form.payload_bytes, np.int64),
+        tuple(native.Part(*bound, at, at + 1) for at, bound in enumerate(bounds)),
+        out,
+    )
+
+
+def whole(found: int, expected: int) -> None:
+    """Exit the measurement with an error unless everything was read."""
+    if found != expected:
+        raise RuntimeError(f"{found} of {expected} blocks were read")
+
+
+def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Places) -> None:
+    """Read a prefix from the tier, checked and handed out as the cache does it."""
+    reader, count = form.reader(places), len(prefix.hashes)
+
+    def take(number: int, frame: memoryview) -> str | None:
+        expected = (prefix.hash_of(number), prefix.parent_hash(number), prefix.block_ids(number))
+        return form.head_fault(frame, *expected) or form.scatter(frame, places, number)
+
+    def take_many(first: int, file: int, offsets: NDArray[np.int64]) -> int:
+        assert reader is not None
+        hashes = prefix.run_of_hashes(first, len(offsets))
+        return reader.read(file, offsets, hashes, prefix.run_of_ids(first, len(offsets)), first)
+
+    keys = [prefix.key(number) for number in range(count)]
+    whole(tier.read(keys, take, take_many if reader else None).count, count)
+
+
+def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
+    """Return how fast one thread loads a prompt from the page cache, beside memcpy of its bytes."""
+    form = FrameFormat(layout, BLOCK_TOKENS)
+    blocks = Blocks.of(layout, max(1, min(total_bytes, WARM_BYTES) // form.payload_bytes))
+    moved, count = len(blocks.raw), blocks.count
+    target = np.zeros_like(blocks.raw)
+    tokens = blocks.prompt()
+    asked = np.append(tokens, np.uint32(0))  # a look-up leaves a token to compute
+    places = contiguous(form, np.zeros_like(blocks.raw))
+    kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
+    rows = []
+    with (
+        scratch(folder, "warm") as place,
+        open_cache(place, layout, max(LARGE_CAP, 2 * moved)) as cache,
+    ):
+        keep(cache, tokens, blocks)
+        cache.flush()
+        with cache.lookup(asked) as match:
+            whole(match.hit_tokens, count * BLOCK_TOKENS)
+            shared, tier = cache._shared, tier_of(cache)  # noqa: SLF001
+
+            def into_new() -> None:
+                whole(cache.read(match).tokens, len(tokens))
+
+            def into_kept() -> None:
+                resident = match.resident_blocks
+                whole(shared.read_blocks(match.prefix, resident, 0, count, kept), count)
+
+            def by_tier() -> None:
+                read_by_tier(tier, match.prefix, form, places)
+
+            def copy() -> None:
+                np.copyto(target, blocks.raw)
+
+            for what, work, beside, bound, bar in (
+                ("PrefixCache.read", into_new, "memcpy to new memory", blocks.raw.copy, WARM_BAR),
+                ("the same", into_new, "memcpy to memory in use", copy, None),
+                ("into entries in use", into_kept, "memcpy to memory in use", copy, WARM_BAR),
+                ("tier alone", by_tier, "memcpy to memory in use", copy, WARM_BAR),
+            ):
+                found = paired(
+                    partial(seconds, work),
+                    partial(seconds, bound),
+                    pairs,
+                    advance,
+                )
+                rows.append(
+                    Row(
+                        section="warm",
+                        what=what,
+                        of=layout.model,
+                        beside=beside,
+                        bar=bar,
+                        note=f"{count} blocks",
+                        **speeds(*found, moved),
+                    )
+                )
+    for name, array in blocks.entries.items():
+        if not np.array_equal(kept[name], array):
+            raise RuntimeError(f"group {name} was not read back as it was stored")
+    return rows
+
+
+# ---- cold loads -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ColdRun:
+    """A prompt of 32 blocks, and where its frames lie in the file."""
+
+    tokens: NDArray[np.uint32]
+    places: list[tuple[int, int]]
+    """Offset and length of each frame's pages."""
+
+
+def cold(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
+    """Return how fast prompts of 32 blocks come from disk, in random order, a fifth of the file.
+
+    Beside it the same pages of the same file are read with O_DIRECT, unchecked.
+    """
+    blocks = Blocks.of(layout, RUN_BLOCKS)
+    # A run for every thread at least, or fewer threads would work than it says.
+    least = max(min(pair) for pair in COLD_THREADS)
+    count = max(math.ceil(least / COLD_SHARE), total_bytes // len(blocks.raw))
+    chosen = int(count * COLD_SHARE)
+    moved = chosen * len(blocks.raw)
+    capacity = max(LARGE_CAP, 2 * count * len(blocks.raw))
+    rows: list[Row] = []
+    with scratch(folder, "cold") as place:
+        runs = _cold_store(place, blocks, count, capacity)
+        for by, threads, direct_threads in [
+            (by, *pair) for by in ("PrefixCache.read", "tier alone") for pair in COLD_THREADS
+        ]:
+            bench = _ColdPair(place, blocks, runs, capacity, chosen, is_tier=by == "tier alone")
+            found = paired(
+                partial(bench.load, threads),
+                partial(bench.direct, direct_threads, is_by_run=threads == direct_threads),
+                pairs,
+                advance,
+            )
+            is_equal = threads == direct_threads
+            rows.append(
+                Row(
+                    section="cold",
+                    what=f"{by}, {threads} thread{'s' * (threads > 1)}",
+                    of=layout.model,
+                    beside=f"O_DIRECT, {direct_threads} thread{'s' * (direct_threads > 1)}",
+                    bar=COLD_BAR if is_equal else None,
+                    note=f"{chosen} of {count} runs of {RUN_BLOCKS}; cache dropped by {bench.how}",
+                    **speeds(*found, moved),
+                )
+            )
+    return rows
+
+
+def _cold_store(place: Path, blocks: Blocks, count: int, capacity: int) -> list[ColdRun]:
+    """Fill a store with prompts, and learn where their blocks lie."""
+    form = blocks.format
+    with open_cache(place / "store", blocks.layout, capacity) as cache:
+        texts = [blocks.prompt() for _ in range(count)]
+        for tokens in texts:
+            keep(cache, tokens, blocks)
+        cache.flush()
+        tier, runs = tier_of(cache), []
+        for tokens in texts:
+            prefix = cache.probe(tokens).prefix
+            records = [tier.record(prefix.key(number)) for number in range(blocks.count)]
+            pages = [record.page for record in records if record is not None and record.page]
+            whole(len(pages), blocks.count)
+            size = pages_of(form.frame_bytes) * PAGE_BYTES
+            runs.append(ColdRun(tokens, [(page * PAGE_BYTES, size) for page in pages]))
+    return runs
+
+
+class _ColdPair:
+    """A load from disk and the O_DIRECT reads of the same blocks.
+
+    Both sides of a pair read the same runs; the next pair chooses others.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        blocks: Blocks,
+        runs: Sequence[ColdRun],
+        capacity: int,
+        chosen: int,
+        *,
+        is_tier: bool,
+    ) -> None:
+        self._store, self._blocks, self._runs = place / "store", blocks, runs
+        self._capacity, self._chosen, self._is_tier = capacity, chosen, is_tier
+        self._calls = 0
+        self.how = ""
+
+    def _next(self) -> list[ColdRun]:
+        seed, self._calls = self._calls // 2, self._calls + 1
+        order = np.random.default_rng(seed).permutation(len(self._runs))
+        return [self._runs[at] for at in order[: self._chosen]]
+
+    def load(self, threads: int) -> float:
+        """Open the store with nothing of it in memory but what opening reads, and load runs."""
+        runs = self._next()
+        self.how = forget_pages(self._store)
+        with open_cache(self._store, self._blocks.layout, self._capacity) as cache:
+            matches = [cache.lookup(np.append(run.tokens, np.uint32(0))) for run in runs]
+            load = self._by_tier(cache, threads) if self._is_tier else self._by_cache(cache)
+            return self._timed(load, matches, threads)
+
+    def _by_cache(self, cache: PrefixCache) -> Callable[[Match], None]:
+        return lambda match: whole(cache.read(match).tokens, RUN_BLOCKS * BLOCK_TOKENS)
+
+    def _by_tier(self, cache: PrefixCache, threads: int) -> Callable[[Match], None]:
+        tier, form = tier_of(cache), self._blocks.format
+        outs: SimpleQueue[Places] = SimpleQueue()
+        for _ in range(threads):
+            # Ones, because zeros would get their pages from the system only while they are filled.
+            outs.put(contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))
+
+        def load(match: Match) -> None:
+            out = outs.get()
+            read_by_tier(tier, match.prefix, form, out)
+            outs.put(out)
+
+        return load
+
+    def direct(self, threads: int, *, is_by_run: bool) -> float:
+        """Read the pages of the same runs past the page cache, a block a call.
+
+        By runs, a thread has one block of its run under way; else as many as there are threads.
+        """
+        runs = self._next()
+        size = runs[0].places[0][1]
+        buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+        for _ in range(threads):
+            buffers.put(mmap.mmap(-1, size))  # aligned to a page, as O_DIRECT asks
+        file = open_direct(self._store / DATA_FILE)
+
+        def read(places: Sequence[tuple[int, int]]) -> None:
+            buffer = buffers.get()
+            for offset, _ in places:
+                whole(os.preadv(file, [buffer], offset), size)
+            buffers.put(buffer)
+
+        places = [run.places for run in runs]
+        singles = [[place] for run in places for place in run]
+        try:
+            return self._timed(read, places if is_by_run else singles, threads)
+        finally:
+            os.close(file)
+
+    @staticmethod
+    def _timed(work: Callable[[T], None], items: Sequence[T], threads: int) -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            return seconds(lambda: deque((pool.map if threads > 1 else map)(work, items), maxlen=0))

@@ -1,0 +1,507 @@
+"""A cache against a dict: no wrong byte, no hit that was never stored, no lost block, no leaked pin.
+
+``CacheModel`` does one operation at a time and checks it. Hypothesis drives it for small examples
+(tests/cache/test_machine.py), a seeded generator for long runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import random
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import (
+    ImageSpan,
+    Match,
+    Namespace,
+    PinnedPages,
+    ReplayRequest,
+    StoreError,
+    WindowSnapshot,
+)
+from kvstore.cache.scope import Scope
+from tests.builders import Clock
+from tests.stores import BLOCK, WINDOWED, entries_of, open_cache, owned
+from tests.torture.runner import Case, Finding, Kind
+
+CAPACITY = 1 << 20
+WINDOW = WINDOWED.window_tokens
+WINDOW_TTL = 300.0
+Identity = tuple[int, int, int, tuple[int, ...]]
+"""Tenant, generation, image and walk: what tells one prefix from all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A walk through a tree with two branches at each block, so that prompts fork and share."""
+
+    walk: tuple[int, ...]
+    tail: int = 0
+    """Tokens behind the last whole block."""
+    image: int = 0
+    """0 for none; others lie in blocks 1 and 2 of a prompt that is long enough."""
+    tenant: int = 0
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """Token ids; those of an image are the same whatever it shows."""
+        return _tokens(self.walk, self.tail)
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        """The image, if there is one."""
+        digest = b"image %d" % self.image
+        return [ImageSpan(BLOCK + 2, 2 * BLOCK + 3, digest)] if self._has_image else []
+
+    @property
+    def _has_image(self) -> bool:
+        return self.image > 0 and len(self.walk) > 2
+
+    def prefix(self, blocks: int, generation: int) -> Identity:
+        """Return what identifies the first ``blocks`` blocks."""
+        image = self.image if self._has_image and blocks > 1 else 0
+        return (self.tenant, generation, image, self.walk[:blocks])
+
+    def entries(self, generation: int) -> dict[str, NDArray[np.uint8]]:
+        """Return the entries of all tokens."""
+        image = self.image if self._has_image else 0
+        whole = _entries(self.walk, image, self.tenant, generation)
+        tokens = len(self.walk) * BLOCK + self.tail
+        return {
+            group.name: whole[group.name][:, : tokens // group.tokens_per_entry]
+            for group in WINDOWED.global_groups
+        }
+
+
+@lru_cache(maxsize=1 << 14)
+def _tokens(walk: tuple[int, ...], tail: int) -> NDArray[np.uint32]:
+    ids = np.repeat(np.array(walk, np.uint32), BLOCK) * 1000 + np.tile(np.arange(BLOCK), len(walk))
+    return np.concatenate([ids, np.arange(tail)]).astype(np.uint32)
+
+
+@lru_cache(maxsize=1 << 14)
+def _entries(
+    walk: tuple[int, ...], image: int, tenant: int, generation: int
+) -> dict[str, NDArray[np.uint8]]:
+    """Entries of everything that tells prompts apart, so that a mix-up shows in the bytes."""
+    ids = _tokens(walk, BLOCK - 1).astype(np.uint64)
+    ids[0] += np.uint64(1_000_003 * tenant + 10_000_019 * generation)
+    if image:
+        ids[BLOCK + 2] += np.uint64(7_000_003 * image)
+    return entries_of(WINDOWED, ids)
+
+
+def window_of(identity: Identity, start: int, stop: int) -> WindowSnapshot:
+    """Return the window that ends a prefix: rows that no other prefix has."""
+    salt = zlib.crc32(repr(identity).encode())
+    rows = {}
+    for group in WINDOWED.window_groups:
+        at = np.arange(start, stop, dtype=np.uint64)[None, :, None] + np.uint64(salt)
+        layers = np.array(group.layers, np.uint64)[:, None, None]
+        column = np.arange(group.entry_bytes, dtype=np.uint64)[None, None, :]
+        rows[group.name] = ((at * np.uint64(31) + layers * np.uint64(7) + column) % 251).astype(
+            np.uint8
+        )
+    return WindowSnapshot(start, stop, rows)
+
+
+class CacheModel:
+    """One cache, what it may know, and what is held of it.
+
+    Nothing may be drawn from what is resident, which depends on how commits fell together: a choice
+    is a number that is cut to size.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.generations = [0, 0]
+        self.known: dict[Identity, float] = {}
+        """Prefixes that were offered since they were last cleared, with the end of their time."""
+        self.windows: dict[Identity, float] = {}
+        """Prefixes whose window was put, with the end of its time."""
+        self.held: list[tuple[Match, PinnedPages | None, Prompt, int]] = []
+        self._failing: list[BaseException] = []
+        self._open()
+
+    def _open(self) -> None:
+        self.cache = open_cache(
+            self.folder / "s",
+            WINDOWED,
+            ssd_bytes=CAPACITY,
+            device_bytes="16KiB",
+            window_bytes="64KiB",
+            window_ttl=WINDOW_TTL,
+            clock=self.clock,
+        )
+        self.scopes: list[Scope] = [
+            self.cache.scope(Namespace(model="test", tenant=f"tenant {n}")) for n in range(2)
+        ]
+        for scope, generation in zip(self.scopes, self.generations, strict=True):
+            assert scope.namespace.generation == generation, "a restart went back to old weights"
+        real = self.cache._shared.ssd.put
+
+        def put(*args: Any) -> None:
+            if self._failing:
+                raise self._failing.pop(0)
+            real(*args)
+
+        self.cache._shared.ssd.put = put  # type: ignore[method-assign,assignment]
+
+    def end(self) -> None:
+        """Let go of everything and remove the files."""
+        self._failing.clear()
+        self.let_go()
+        self.cache.close()
+        shutil.rmtree(self.folder)
+
+    # ---- operations ----------------------------------------------------------------------------
+
+    def store(
+        self,
+        prompt: Prompt,
+        *,
+        skipped: int = 0,
+        ttl: float | None = None,
+        pin: bool = False,
+        is_full: bool = False,
+    ) -> None:
+        """Offer a prompt from block ``skipped`` on; with ``is_full`` the queue has no room."""
+        scope, generation = self.scopes[prompt.tenant], self.generations[prompt.tenant]
+        blocks = len(prompt.walk)
+        start = min(skipped, blocks)
+        entries = {
+            group.name: prompt.entries(generation)[group.name][
+                :, start * BLOCK // group.tokens_per_entry :
+            ]
+            for group in WINDOWED.global_groups
+        }
+        writer = owned(self.cache)._writer
+        room, writer._queue_blocks = writer._queue_blocks, 0 if is_full else writer._queue_blocks
+        try:
+            stored = scope.store(
+                prompt.tokens,
+                entries,
+                start * BLOCK,
+                wait=0 if is_full else 30,
+                ttl=ttl,
+                pin=pin,
+                images=prompt.images,
+            )
+        finally:
+            writer._queue_blocks = room
+        assert 0 <= stored.end <= blocks * BLOCK
+        assert stored.end // BLOCK + stored.dropped >= blocks - start
+        ends = math.inf if ttl is None else self.clock.now + ttl
+        for count in range(1, blocks + 1):
+            prefix = prompt.prefix(count, generation)
+            if count > start or prefix in self.known:
+                self.known[prefix] = max(self.known.get(prefix, 0.0), ends)
+        if pin:
+            self.flush()
+            scope.unpin(prompt.tokens, images=prompt.images)
+
+    def store_and_find(self, prompt: Prompt) -> None:
+        """What was stored, flushed and neither dropped nor failed is a hit."""
+        self.store(prompt)
+        counters = self.cache._shared.metrics
+        before = counters.dropped_blocks.total() + counters.write_errors
+        if not self.flush() or owned(self.cache).is_read_only or self._failing:
+            return
+        found = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
+        if counters.dropped_blocks.total() + counters.write_errors == before:
+            want = max(0, (len(prompt.tokens) - 1) // BLOCK)
+            assert found.hit_tokens == want * BLOCK, "a flushed prompt is no hit"
+
+    def read(self, prompt: Prompt, request_id: str | None = None) -> None:
+        """Look a prompt up and read it."""
+        scope = self.scopes[prompt.tenant]
+        generation = self.generations[prompt.tenant]
+        with scope.lookup(prompt.tokens, request_id, images=prompt.images) as match:
+            self._check_hit(prompt, match)
+            hit = match.hit_tokens
+            found = self.cache.read(match)
+            assert found.tokens == hit, "what was looked up is what loads"
+            self._check_entries(prompt, found, generation)
+
+    def probe(self, prompt: Prompt) -> None:
+        """Ask without leaving a trace."""
+        match = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
+        self._check_hit(prompt, match)
+
+    def forget(self, prompt: Prompt) -> None:
+        """Look up, and never use it: its lease must end by itself."""
+        self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images)
+
+    def _check_hit(self, prompt: Prompt, match: Match) -> None:
+        assert match.hit_tokens <= max(0, len(prompt.tokens) - 1) // BLOCK * BLOCK
+        generation = self.generations[prompt.tenant]
+        for count in range(1, match.hit_tokens // BLOCK + 1):
+            ends = self.known.get(prompt.prefix(count, generation), 0.0)
+            assert self.clock.now < ends, "a hit on what was never stored, or is over"
+
+    @staticmethod
+    def _check_entries(prompt: Prompt, found: Any, generation: int) -> None:
+        for name, expected in prompt.entries(generation).items():
+            array = found[name]
+            assert np.array_equal(array, expected[:, : array.shape[1]]), f"other bytes in {name}"
+
+    def hold(self, prompt: Prompt, *, load: bool) -> None:
+        """Enter a match, perhaps load it, and keep it."""
+        if len(self.held) >= 3:
+            return
+        match = self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images)
+        match.__enter__()
+        pages = self.cache.load(match) if load else None
+        self.held.append((match, pages, prompt, self.generations[prompt.tenant]))
+
+    def let_go(self) -> None:
+        """Read what is held once more, and leave it."""
+        for match, pages, prompt, generation in self.held:
+            found = self.cache.read(match)
+            assert found.tokens == match.hit_tokens, "a held match lost blocks"
+            self._check_entries(prompt, found, generation)
+            if pages is not None:
+                self._check_pages(pages, prompt.entries(generation))
+                pages.release()
+            match.__exit__(None, None, None)
+        self.held = []
+
+    def _check_pages(self, pages: PinnedPages, expected: dict[str, NDArray[np.uint8]]) -> None:
+        for name, tensor in self.cache.device.tensors.items():
+            rows = np.concatenate([*tensor[pages.page_ids].numpy(), expected[name][:, :0]], axis=1)
+            assert np.array_equal(rows, expected[name][:, : rows.shape[1]]), (
+                f"other pages of {name}"
+            )
+
+    def put_window(self, prompt: Prompt, choice: int) -> None:
+        """Give the pool the window that ends a prefix."""
+        blocks = len(prompt.walk)
+        least = -(-WINDOW // BLOCK)
+        if blocks < least:
+            return
+        stop = least + choice % (blocks - least + 1)
+        identity = prompt.prefix(stop, self.generations[prompt.tenant])
+        snapshot = window_of(identity, stop * BLOCK - WINDOW, stop * BLOCK)
+        scope = self.scopes[prompt.tenant]
+        if scope.put_window(prompt.tokens, snapshot, images=prompt.images):
+            self.windows[identity] = self.clock.now + WINDOW_TTL
+
+    def window(self, prompt: Prompt) -> None:
+        """Ask for a window: from the pool, or rebuilt, it is that of its prefix."""
+        generation = self.generations[prompt.tenant]
+
+        def hook(requests: Sequence[ReplayRequest]) -> list[WindowSnapshot]:
+            return [
+                window_of(prompt.prefix(r.stop // BLOCK, generation), r.start, r.stop)
+                for r in requests
+            ]
+
+        with self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images) as match:
+            found = self.cache.window(match, hook)
+            if found.source == "none":
+                assert not match.hit_tokens
+                return
+            identity = prompt.prefix(found.stop // BLOCK, generation)
+            assert found.stop == match.hit_tokens
+            for name, rows in window_of(identity, found.start, found.stop).rows.items():
+                assert np.array_equal(found.rows[name], rows), "another prefix's window"
+            if found.source == "pool":
+                assert self.clock.now < self.windows.get(identity, 0.0), "a window from nowhere"
+            else:
+                self.windows[identity] = self.clock.now + WINDOW_TTL
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.clock.now += seconds
+
+    def flush(self) -> bool:
+        """Flush; say whether that was acknowledged, which it is unless a write fails."""
+        try:
+            self.cache.flush()
+        except StoreError:
+            # A medium that failed has said so; one that did not must not.
+            assert owned(self.cache)._failures, "a flush failed on a sound medium"
+            return False
+        return True
+
+    def reopen(self) -> None:
+        """Close and open: the same blocks are there, in the same generations."""
+        if self.held:
+            return
+        self._failing.clear()
+        self.flush()
+        before = self.resident()
+        self.cache.close()
+        self._open()
+        self.windows.clear()
+        assert self.resident() == before
+
+    def clear(self, tenant: int) -> None:
+        """Clear one tenant; the other notices nothing."""
+        if self.held:
+            return
+        with suppress(StoreError):
+            self.cache.clear(self.scopes[tenant])
+            generation = self.generations[tenant]
+            for known in (self.known, self.windows):
+                for key in [key for key in known if key[:2] == (tenant, generation)]:
+                    del known[key]
+
+    def bump_generation(self, tenant: int) -> None:
+        """Begin a new generation of weights: nothing of the old one is a hit any more."""
+        self.generations[tenant] += 1
+        assert self.scopes[tenant].bump_generation() == self.generations[tenant]
+
+    # ---- faults --------------------------------------------------------------------------------
+
+    def fail_writes(self, count: int, sort: int) -> None:
+        """Let the next commits fail; three in a row end writing until the store is reopened."""
+        errors: list[Callable[[], BaseException]] = [
+            lambda: lmdb.MapFullError("full"),
+            lambda: lmdb.DiskError("No space left on device"),
+            lambda: OSError(errno.EIO, "Input/output error"),
+        ]
+        self._failing = [errors[sort % len(errors)]() for _ in range(count)]
+
+    def damage(self, prompt: Prompt, choice: int, *, lose: bool) -> None:
+        """Change a block's bytes on the medium, or lose it: the hit shortens, nothing is wrong."""
+        if self.held or not self.flush():
+            return
+        scope = self.scopes[prompt.tenant]
+        hit = scope.probe(prompt.tokens, images=prompt.images).residency["ssd"] // BLOCK
+        if not hit:
+            return
+        number = choice % hit
+        with scope.lookup(prompt.tokens, images=prompt.images) as match:
+            key, ssd = match.prefix.key(number), self.cache._shared.ssd
+            record = ssd.record(key)
+            if lose:
+                ssd.delete([key])
+            elif record is not None and record.page:
+                with (self.folder / "s" / "data.mdb").open("r+b") as file:
+                    file.seek(record.page * 4096 + 16 + choice % ssd.options.frame_bytes)
+                    (byte,) = file.read(1)
+                    file.seek(-1, 1)
+                    file.write(bytes([byte ^ 1 << choice % 8]))
+            found = self.cache.read(match)
+            assert number * BLOCK <= found.tokens == match.hit_tokens
+            is_bad = lose or (record is not None and record.page > 0)
+            if is_bad and not match.residency.get("device"):  # where it may be whole
+                assert found.tokens == number * BLOCK, "a bad block was handed out"
+            self._check_entries(prompt, found, self.generations[prompt.tenant])
+
+    # ---- what always holds ---------------------------------------------------------------------
+
+    def resident(self) -> set[bytes]:
+        """Return the keys that the index holds."""
+        return {bytes(key) for segment in owned(self.cache).index for key in segment.block_keys()}
+
+    def check_accounts(self) -> None:
+        """Recount everything."""
+        shared = self.cache._shared
+        index = owned(self.cache).index
+        with shared.context.lock:
+            assert index.blocks == sum(segment.blocks for segment in index)
+            assert index.segments == sum(1 for _ in index)
+            for segment in index:
+                parent = segment.parent
+                assert parent is not None
+                assert segment.start == parent.stop
+                assert parent.children[segment.keys[:16]] is segment
+            if shared.pages is not None:
+                pages = set(shared.pages._page_of.values())
+                assert len(pages) == len(shared.pages._page_of) == shared.pages.index.blocks
+                assert pages.isdisjoint(shared.pages.tier._free)
+                assert len(pages) + shared.pages.tier.free_pages == shared.pages.tier.page_count
+            pinned = sum(segment.pins for segment in index)
+        if not self.held:
+            live = sum(not hold.is_released for hold in shared._leases)
+            assert pinned <= live + 4, "pins outlive their matches"  # a commit pins its parents
+        self.check_file()
+
+    def check_file(self) -> None:
+        """The file is never above its cap."""
+        assert (self.folder / "s" / "data.mdb").stat().st_size <= CAPACITY
+
+
+# ---- long runs ---------------------------------------------------------------------------------
+
+_ACCOUNTS_EVERY = 50
+OPERATIONS = 1_000
+"""Of one store; then a new one begins, so that a failure is found again from its own seed."""
+
+
+def _prompt(rng: random.Random) -> Prompt:
+    walk = tuple(rng.choices((0, 1), (3, 1), k=rng.randint(1, 12)))
+    return Prompt(walk, rng.randrange(BLOCK), rng.choice((0, 0, 0, 1, 2)), rng.choice((0, 0, 1)))
+
+
+def _operations(model: CacheModel, rng: random.Random) -> list[tuple[int, Callable[[], object]]]:
+    """Return operations with how often each comes; every choice is drawn whatever the state."""
+    n, odds, prompt = rng.randrange(1 << 16), rng.random(), _prompt(rng)
+    ttl = rng.choice((None, None, None, 10.0, 1000.0))
+    return [
+        (22, lambda: model.store(prompt, ttl=ttl, pin=odds < 0.05)),
+        (4, lambda: model.store(prompt, skipped=n % 8, ttl=ttl)),
+        (1, lambda: model.store(prompt, is_full=True)),
+        (6, lambda: model.store_and_find(prompt)),
+        (24, lambda: model.read(prompt, request_id=None if odds < 0.8 else f"r{n % 4}")),
+        (8, lambda: model.probe(prompt)),
+        (6, lambda: model.forget(prompt)),
+        (5, lambda: model.hold(prompt, load=odds < 0.5)),
+        (4, model.let_go),
+        (5, lambda: model.put_window(prompt, n)),
+        (5, lambda: model.window(prompt)),
+        (3, lambda: model.wait((1.0, 29.0, 31.0, 400.0)[n % 4])),
+        (3, model.flush),
+        (1, lambda: model.reopen() if odds < 0.5 else None),
+        (1, lambda: model.clear(n % 2) if odds < 0.3 else None),
+        (1, lambda: model.bump_generation(n % 2) if odds < 0.3 else None),
+        (1, lambda: model.fail_writes(1 + n % 4, n // 4) if odds < 0.5 else None),
+        (2, lambda: model.damage(prompt, n, lose=odds < 0.5)),
+    ]
+
+
+def drive(case: Case) -> list[Finding]:
+    """Do operations drawn from a seed."""
+    rng = case.rng()
+    model = CacheModel(case.folder / "m")
+    at = 0
+    try:
+        for at in range(case.amount):
+            operations = _operations(model, rng)
+            weights, calls = zip(*operations, strict=True)
+            rng.choices(calls, weights)[0]()
+            model.check_file()
+            if at % _ACCOUNTS_EVERY == 0:
+                model.check_accounts()
+        model.check_accounts()
+        model.end()
+    except AssertionError as error:
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        line = place.tb_lineno if place is not None else 0
+        is_wrong = "other" in str(error) or "another" in str(error) or "nowhere" in str(error)
+        is_lost = "lost" in str(error) or "no hit" in str(error)
+        text = f"operation {at}: {str(error) or 'an assertion'} (line {line})"
+        return [Finding("wrong" if is_wrong else "lost" if is_lost else "other", text)]
+    return []
+
+
+KINDS: Sequence[Kind] = (
+    Kind("model", "operations against a dict", drive, 5_000, 1_000_000, batch=OPERATIONS),
+)

@@ -1,0 +1,115 @@
+"""A process that stores, and tells what it was promised. It imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lmdb
+
+from kvstore import KVStoreError, PrefixCache, transfer
+from kvstore.block import BlockKey
+from tests.stores import BLOCK, open_cache
+from tests.torture.prompts import LAYOUT, Prompt, blocks_of, keys_of, store
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes ``{"resident": ..., "keys": ...}`` after a flush, ``{"deleted": [...]}`` before a delete."""
+
+
+@contextmanager
+def whole_batches() -> Iterator[None]:
+    """Let commits wait for a full batch or a flush, never for a clock: what they hold follows."""
+    with mock.patch.object(transfer, "LINGER_SECONDS", 3600.0):
+        yield
+
+
+@contextmanager
+def without_sync() -> Iterator[None]:
+    """Open LMDB as it must never be opened: the self-test of the harness."""
+    real = lmdb.open
+
+    def careless(*args: Any, **options: Any) -> lmdb.Environment:
+        return real(*args, **{**options, "sync": False})
+
+    with mock.patch.object(lmdb, "open", careless):
+        yield
+
+
+def tell_deletes(cache: PrefixCache, tell: Tell) -> None:
+    """Tell of every delete before it happens: from then on a block may be gone."""
+    ssd = cache._shared.ssd
+    real = ssd.delete
+
+    def delete(keys: Sequence[BlockKey]) -> None:
+        if keys:
+            tell({"deleted": [key.hex() for key in keys]})
+        real(keys)
+
+    ssd.delete = delete  # type: ignore[method-assign]
+
+
+def write(
+    path: Path,
+    known: Sequence[Prompt],
+    rng: random.Random,
+    tell: Tell,
+    *,
+    steps: float = math.inf,
+    **options: Any,
+) -> None:
+    """Store prompts in a random order, flushing now and then; at the end, close or not."""
+    assert "torch" not in sys.modules, "a writer needs no torch"
+    try:
+        cache = open_cache(path, LAYOUT, role="owner", **options)
+    except KVStoreError:  # a disk that fails just then: try again, like a person
+        cache = open_cache(path, LAYOUT, role="owner", **options)
+    tell_deletes(cache, tell)
+    at = 0
+    while at < steps:
+        at += 1
+        with suppress(KVStoreError):
+            _step(cache, known, rng)
+        while rng.random() < 0.4:
+            flush(cache, known, tell)
+    if rng.random() < 0.5:
+        with suppress(KVStoreError):
+            cache.close()
+
+
+def _step(cache: PrefixCache, known: Sequence[Prompt], rng: random.Random) -> None:
+    prompt, kind = rng.choice(known), rng.random()
+    cut = rng.randint(1, blocks_of(prompt)) * BLOCK + 1
+    if kind < 0.02:
+        cache.clear()
+    elif kind < 0.12:  # a use, which is written with the next commit
+        cache.lookup(prompt)
+    else:
+        store(cache, prompt[:cut], ttl=rng.choice([None, None, 1e9]))
+
+
+def flush(cache: PrefixCache, known: Sequence[Prompt], tell: Tell) -> bool:
+    """Flush, and tell what is promised if that came back."""
+    try:
+        cache.flush()
+    except KVStoreError:
+        return False
+    resident, keys = {}, {}
+    for number, prompt in enumerate(known):
+        blocks = cache.probe(prompt).residency["ssd"] // BLOCK
+        if blocks:
+            resident[str(number)] = blocks
+            keys[str(number)] = keys_of(cache, prompt)[:blocks]
+    tell({"resident": resident, "keys": keys})
+    return True
+
+
+def as_text(told: dict[str, Any]) -> str:
+    """Return what was told as one line."""
+    return json.dumps(told, separators=(",", ":"))
