@@ -1,26 +1,29 @@
 """Looking into a store from outside: what is in it, one block, and whether every block is good.
 
-It opens a store as a reader, whatever its layout, and changes nothing.
+It opens a store as a reader, whatever its layout, and changes nothing. ``owned`` is for those who do.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.block import BlockKey, block_key
-from kvstore.cache.keys import KEYS_ROOT
+from kvstore.block import BlockKey
+from kvstore.cache.integrity import stored_fault
+from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import namespace_facts
-from kvstore.errors import ConfigError, StoreError
-from kvstore.frame import Frames, Header, head_sum
-from kvstore.hash import block_hashes
+from kvstore.errors import ConfigError, StoreBusy, StoreError
+from kvstore.frame import Frames
+from kvstore.index import PrefixIndex, Segment
 from kvstore.metrics import Metrics, histogram
-from kvstore.opening import StoreFormat, parse_format
+from kvstore.opening import StoreFormat, is_open_here, parse_format, take_over
 from kvstore.packing import Packing, frames_of
+from kvstore.policy.lru import Lru
 from kvstore.tier import directory
 from kvstore.tier.ssd import MEDIUM_ERRORS, Record, SsdOptions, SsdTier, minimum_capacity, open_ssd
 
@@ -36,6 +39,45 @@ class OpenedStore:
     form: StoreFormat
     frame_format: Frames
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether its callers bring their own keys."""
+        return self.form.key_bytes > 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap that its last owner gave it, 0 if that is not known."""
+        text = self.ssd.fact("capacity") or b""
+        return int(text) if text.isdigit() and len(text) < 20 else 0
+
+
+def _described(text: str) -> tuple[StoreFormat, SsdOptions, Frames]:
+    """Return what a store is for, and how it is read. Raises ``StoreError``."""
+    form, frame_format = parse_frames(text)
+    options = SsdOptions(
+        capacity_bytes=minimum_capacity(frame_format.frame_bytes),
+        frame_bytes=frame_format.frame_bytes,
+        format_text=text,
+        is_mixed=bool(form.ssd_formats),
+        role="reader",
+    )
+    return form, options, frame_format
+
+
+def parse_frames(text: str) -> tuple[StoreFormat, Frames]:
+    """Return what the text in a ``VERSION`` file says: a format, and its frames.
+
+    Raises:
+        StoreError: if the text is damaged.
+    """
+    form = parse_format(text)
+    packing = Packing(form.ssd_formats) if form.ssd_formats else None
+    try:
+        return form, frames_of(form.layout, form.block_tokens, packing)
+    except ConfigError as error:
+        msg = f"the store's VERSION file is damaged: {error}"
+        raise StoreError(msg) from error
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenedStore]:
@@ -45,21 +87,7 @@ def opened(path: Path) -> Iterator[OpenedStore]:
         StoreError: if there is none, or it cannot be read.
     """
     directory.require_store(path)
-    text = directory.read_format(path)
-    form = parse_format(text)
-    packing = Packing(form.ssd_formats) if form.ssd_formats else None
-    try:
-        frame_format = frames_of(form.layout, form.block_tokens, packing)
-    except ConfigError as error:
-        msg = f"the store's VERSION file is damaged: {error}"
-        raise StoreError(msg) from error
-    options = SsdOptions(
-        capacity_bytes=minimum_capacity(frame_format.frame_bytes),
-        frame_bytes=frame_format.frame_bytes,
-        format_text=text,
-        is_mixed=packing is not None,
-        role="reader",
-    )
+    form, options, frame_format = _described(directory.read_format(path))
     ssd, _ = open_ssd(path, options)
     try:
         yield OpenedStore(ssd, form, frame_format)
@@ -68,6 +96,56 @@ def opened(path: Path) -> Iterator[OpenedStore]:
         raise StoreError(msg) from error
     finally:
         ssd.close()
+
+
+@contextmanager
+def owned(
+    path: Path,
+    *,
+    index: PrefixIndex | None = None,
+    capacity_bytes: int | None = None,
+    format_text: str | None = None,
+) -> Iterator[OpenStore]:
+    """Own the store at ``path``, whatever its layout, while the context lasts.
+
+    Without ``capacity_bytes`` its cap stays what it was. With ``format_text`` it must be for that,
+    and is made if there is none. ``index`` is an empty one to fill.
+
+    Raises:
+        StoreBusy: if a process owns it, named, or this one has it open.
+        LayoutMismatch: if it is for something else; it is left untouched.
+        StoreError: if there is none, or it is broken; then it was moved aside.
+    """
+    if format_text is None:
+        directory.require_store(path)
+    if is_open_here(path):
+        msg = f"{path} is open in this process; close it first"
+        raise StoreBusy(msg)
+    if directory.owner_pid(path) is not None:
+        raise directory.busy(path)
+    text = directory.read_format(path) if format_text is None else format_text
+    _, options, frame_format = _described(text)
+    if capacity_bytes is None:
+        with opened(path) as seen:
+            capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
+
+    def build(ssd: SsdTier) -> OpenStore:
+        return OpenStore(
+            frame_format=frame_format,
+            ssd=ssd,
+            index=PrefixIndex(Lru[Segment]()) if index is None else index,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+
+    store = take_over(path, replace(options, role="owner", capacity_bytes=capacity_bytes), build)
+    try:
+        if store.metrics.quarantined_stores:
+            msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"
+            raise StoreError(msg)
+        yield store
+    finally:
+        store.close()
 
 
 def store_stats(path: Path) -> dict[str, Any]:
@@ -87,7 +165,6 @@ def store_stats(path: Path) -> dict[str, Any]:
             space["blocks"] += 1
             space["tokens"] += block_tokens
         tokens, live = blocks * block_tokens, ssd.live_bytes
-        capacity = ssd.fact("capacity")
         return {
             "path": str(path),
             "layout": (ssd.fact("layout") or b"").decode(errors="replace"),
@@ -98,7 +175,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "tokens": tokens,
             "live_bytes": live,
             "file_bytes": ssd.file_bytes,
-            "capacity_bytes": int(capacity) if capacity and capacity.isdigit() else None,
+            "capacity_bytes": store.capacity_bytes or None,
             "ssd_formats": dict(store.form.ssd_formats),
             "packed_blocks": packing.packed_blocks,
             "lossless_blocks": packing.lossless_blocks,
@@ -231,29 +308,7 @@ def _fault(
     if data is None:
         return "missing"
     frame = memoryview(data)
-    header = store.frame_format.header(frame)
-    if header is None or head_sum(frame) != record.head_sum:
-        return "header"
-    if not store.frame_format.is_payload_intact(frame):
-        return "checksum"
-    if not _is_itself(store, frame, header, key, record):
-        return "identity"
+    fault = stored_fault(store.frame_format, frame, key, record, is_keyed=store.is_keyed)
     parent = records.get(record.parent) if records else store.ssd.record(record.parent)
     has_parent = parent is not None and parent.number == record.number - 1
-    if block_key(header.parent_hash) != record.parent or (record.number and not has_parent):
-        return "parent"
-    return None
-
-
-def _is_itself(
-    store: OpenedStore, frame: memoryview, header: Header, key: BlockKey, record: Record
-) -> bool:
-    """Say whether a frame's token ids, hash, key and record all name the same block."""
-    ids, block_tokens = store.frame_format.tokens(frame), store.frame_format.block_tokens
-    above = KEYS_ROOT if store.form.key_bytes else header.parent_hash
-    derived = block_hashes(above, ids, block_tokens)
-    return (
-        block_key(header.block_hash) == key
-        and (header.has_images or derived == [header.block_hash])
-        and (header.number, header.namespace_id) == (record.number, record.namespace_id)
-    )
+    return fault or ("parent" if record.number and not has_parent else None)

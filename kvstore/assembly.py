@@ -55,6 +55,7 @@ class PrefixCache(Scope):
         debug: bool = False,
         ssd_formats: Mapping[str, str] | str | None = None,
         error_budget: float = math.inf,
+        scrub_bytes_per_second: int | str = 0,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -71,6 +72,9 @@ class PrefixCache(Scope):
         left of them. ``error_budget`` is the most that a block may lose, as the relative
         root-mean-square error of any group; above it, and with a NaN or an infinity, the block is
         stored as it is.
+        ``scrub_bytes_per_second`` lets the owner read and check every block in turn, in the
+        background, at that rate, as bytes or text such as ``"10MiB"``, past the kernel's cache where
+        it can; 0 does not. Bad blocks are removed with what hangs on them, and counted.
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
@@ -87,6 +91,7 @@ class PrefixCache(Scope):
         page_bytes = size_bytes(device_bytes, "device_bytes")
         now = clock if clock is not None else time.monotonic
         pool_bytes = size_bytes(window_bytes, "window_bytes")
+        scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
         directory = resolved(path)
         options = SsdOptions(
             capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
@@ -122,6 +127,7 @@ class PrefixCache(Scope):
                 open_device=make_device,
                 clock=now,
                 wall_clock=clock if clock is not None else time.time,
+                scrub_bytes_per_second=scrub_rate,
             )
 
         shared = share(directory, options, SharedTiers, build)

@@ -47,6 +47,7 @@ class BlockStore:
         role: Literal["auto", "owner", "reader"] = "auto",
         preallocate: bool = False,
         on_removed: Callable[[bytes], object] | None = None,
+        scrub_bytes_per_second: int | str = 0,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -54,6 +55,8 @@ class BlockStore:
         ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
         the disk space now. ``on_removed`` is called with the ``block_id`` of each block that the
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
+        ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
+        rate; 0 does not.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -66,6 +69,7 @@ class BlockStore:
             msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
             raise ConfigError(msg)
         frame_format = keyed_format(block_bytes, key_bytes)
+        scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
         options = SsdOptions(
             capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
             frame_bytes=frame_format.frame_bytes,
@@ -77,7 +81,12 @@ class BlockStore:
         def build(ssd: SsdTier) -> KeyedBlocks:
             if ssd.is_owner and ssd.fact("layout") is None:
                 ssd.set_fact("layout", frame_format.layout.model.encode())
-            return KeyedBlocks(frame_format=frame_format, ssd=ssd, on_removed=on_removed)
+            return KeyedBlocks(
+                frame_format=frame_format,
+                ssd=ssd,
+                on_removed=on_removed,
+                scrub_bytes_per_second=scrub_rate,
+            )
 
         shared = share(resolved(path), options, KeyedBlocks, build)
         return cls(shared, block_bytes, key_bytes)

@@ -257,6 +257,133 @@ def verify(directory: Path, /, *, as_json: Json = False) -> int:
     return FAILED if bad else OK
 
 
+@app.command
+def evict(directory: Path, /, *, to: str, as_json: Json = False) -> int:
+    """Evict blocks that were used least recently; exit 1 if pins keep the store above the size.
+
+    Parameters
+    ----------
+    directory
+        The store. No process may own it.
+    to
+        What stays in use at most: a size such as 4GiB, or a share of the store's cap such as 50%.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import upkeep
+
+    found = upkeep.evict(directory, to)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(
+            f"{found['evicted_blocks']:,} blocks of {found['evicted_bytes']:,} bytes evicted; "
+            f"{found['blocks']:,} blocks and {found['live_bytes']:,} bytes are left"
+        )
+    if not found["is_reached"]:
+        complain(f"pinned blocks keep {directory} above {found['target_bytes']:,} bytes")
+    return OK if found["is_reached"] else FAILED
+
+
+@app.command
+def compact(directory: Path, /, *, as_json: Json = False) -> int:
+    """Give the free pages of a store back to the disk. A kill at any time costs nothing.
+
+    Parameters
+    ----------
+    directory
+        The store. No process may own it or read it; its disk needs room for a copy of what is in use.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import upkeep
+
+    found = upkeep.compact(directory)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(
+            f"{found['blocks']:,} blocks: {found['bytes_before']:,} bytes before, "
+            f"{found['bytes_after']:,} now"
+        )
+    return OK
+
+
+@app.command
+def export(
+    directory: Path,
+    file: Path,
+    /,
+    *,
+    namespace: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    as_json: Json = False,
+) -> int:
+    """Write a store's blocks to one file, each verified; exit 1 if bad ones were left out.
+
+    Parameters
+    ----------
+    directory
+        The store. A process may own it and go on.
+    file
+        A tar, compressed with zstd if the name ends in .zst. It is replaced when it is complete.
+    namespace
+        Number of a namespace, as kvstore stats shows it; give it once for each. Default: all.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import archive
+
+    with progress_bar("exporting") as advance:
+        found = archive.export_store(directory, file, namespace, advance)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(f"{found['blocks']:,} blocks in {found['file_bytes']:,} bytes")
+    if found["bad_blocks"]:
+        complain(f"{found['bad_blocks']:,} bad blocks were left out: {_reasons(found['bad'])}")
+    return FAILED if found["bad_blocks"] else OK
+
+
+@app.command(name="import")
+def import_(file: Path, directory: Path, /, *, ssd_bytes: str, as_json: Json = False) -> int:
+    """Store an archive's blocks, each verified; exit 1 if it is damaged or blocks were refused.
+
+    Parameters
+    ----------
+    file
+        What kvstore export wrote.
+    directory
+        A store for the same layout, which no process may own, or where to make one.
+    ssd_bytes
+        The store's cap, such as 4GiB. Where it is too small, what was used least recently goes.
+    as_json
+        Print one object instead of a sentence.
+    """
+    from kvstore import archive
+
+    with progress_bar("importing") as advance:
+        found = archive.import_store(file, directory, ssd_bytes, advance)
+    if as_json:
+        write_json(found)
+    else:
+        write_line(
+            f"{found['imported_blocks']:,} blocks imported, {found['present_blocks']:,} were there, "
+            f"{found['expired_blocks']:,} had expired; {found['blocks']:,} blocks are in the store"
+        )
+    if found["damage"]:
+        complain(f"{file} was read only in part: {found['damage']}")
+    if found["refused_members"]:
+        complain(f"{found['refused_members']:,} members refused: {_reasons(found['refused'])}")
+    if found["dropped_blocks"]:
+        complain(f"{found['dropped_blocks']:,} blocks not stored: {_reasons(found['dropped'])}")
+    is_whole = not (found["damage"] or found["refused_members"] or found["dropped_blocks"])
+    return OK if is_whole else FAILED
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
+
+
 # ---- what commands share ---------------------------------------------------------------------------
 
 

@@ -42,6 +42,8 @@ _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
 _IS_PACKED = 2
 _FLAGS = struct.Struct("<6xH")
+_NAMESPACE = struct.Struct("<I")
+_NAMESPACE_AT = 16
 _ERROR = struct.Struct("<f")
 HEADER_BYTES = _HEADER.size
 _HASHES_OFFSET = 32
@@ -188,6 +190,10 @@ class Frames(Protocol):
         """Say whether the payload matches its checksums."""
         ...
 
+    def renumber(self, frame: bytearray, namespace_id: int) -> None:
+        """Give an intact frame to a namespace of another store."""
+        ...
+
     def packing_of(self, frame: bytearray) -> tuple[bool, float]:
         """Say whether a frame is packed at rest, and what packing lost or would have lost."""
         ...
@@ -299,6 +305,11 @@ class FrameFormat:
         _HEADER.pack_into(frame, 0, *fields, 0)
         _ERROR.pack_into(frame, self.payload_offset - _ERROR.size, header.error)
         struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(view))
+
+    def renumber(self, frame: bytearray, namespace_id: int) -> None:
+        """Give an intact frame to a namespace of another store, in place; only its head is summed."""
+        _NAMESPACE.pack_into(frame, _NAMESPACE_AT, namespace_id)
+        struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(memoryview(frame)))
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
         """Return ``frame`` with the payload of ``other`` and every checksum made right.

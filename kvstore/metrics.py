@@ -67,7 +67,9 @@ class Metrics:
     dropped_blocks: Counter[str] = field(default_factory=Counter)
     """By reason: queue_full, no_parent, no_room, not_written, write_error, reader, closed."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
-    """By what failed: header, identity, tokens, checksum, missing, io."""
+    """By what failed: header, identity, tokens, checksum, parent, missing, io."""
+    scrubbed_blocks: int = 0
+    """Blocks that the background scrub read."""
     evicted_blocks: Counter[str] = field(default_factory=Counter)
     """By tier."""
     expired_leases: int = 0
@@ -137,6 +139,7 @@ class Metrics:
             "present_blocks": self.present_blocks,
             "dropped_blocks": {**self.dropped_blocks, "total": self.dropped_blocks.total()},
             "corrupt_blocks": {**self.corrupt_blocks, "total": self.corrupt_blocks.total()},
+            "scrubbed_blocks": self.scrubbed_blocks,
             "evicted_blocks": dict(self.evicted_blocks),
             "expired_leases": self.expired_leases,
             "shared_opens": self.shared_opens,

@@ -140,6 +140,7 @@ def take_over(directory_path: Path, options: SsdOptions, build: Callable[[SsdTie
         ssd, set_aside = open_ssd(directory_path, options)
         try:
             store = build(ssd)
+            store.start()
         except MEDIUM_ERRORS as error:
             ssd.give_up()  # not closed cleanly: the next opening checks the whole tree
             if ssd.is_owner and not is_last:
@@ -207,6 +208,12 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
         assert made is not None
         _opened[made] = _Opened(shared, 1)
         return shared
+
+
+def is_open_here(path: Path) -> bool:
+    """Say whether this process has the store at ``path`` open, as owner or reader."""
+    with _opening:
+        return _identity(path) in _opened
 
 
 def unshare(shared: OpenStore) -> None:

@@ -185,6 +185,10 @@ class PackingFormat:
         """Say whether every part matches its checksum."""
         return self._of(frame).is_payload_intact(frame)
 
+    def renumber(self, frame: bytearray, namespace_id: int) -> None:
+        """Give an intact frame to a namespace of another store; as :meth:`FrameFormat.renumber`."""
+        self._of(frame).renumber(frame, namespace_id)
+
     def packing_of(self, frame: bytearray) -> tuple[bool, float]:
         """Say whether a frame is packed, and what packing lost or would have lost."""
         return self._of(frame).packing_of(frame)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache.keys import GROUP, KEYS_ROOT, KeyChain, NamedBlock, key_of
+from kvstore.cache.keys import GROUP, KEYS_NAMESPACE, KEYS_ROOT, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
@@ -28,7 +28,6 @@ from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 
 Bytes = NDArray[np.uint8]
 """A block's bytes, uint8 ``[block_bytes]``."""
-_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 
 
 @dataclass(slots=True)
@@ -47,12 +46,15 @@ class KeyedBlocks(OpenStore):
         A key has one block and one parent: who comes second finds it there.
     """
 
+    is_keyed = True
+
     def __init__(
         self,
         *,
         frame_format: FrameFormat,
         ssd: SsdTier,
         on_removed: Callable[[BlockKey], object] | None = None,
+        scrub_bytes_per_second: int = 0,
     ) -> None:
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
@@ -64,6 +66,7 @@ class KeyedBlocks(OpenStore):
             index=self._index,
             clock=time.monotonic,
             wall_clock=time.time,
+            scrub_bytes_per_second=scrub_bytes_per_second,
         )
 
     # ---- where a block is; the caller holds the context's lock ---------------------------------
@@ -165,7 +168,7 @@ class KeyedBlocks(OpenStore):
             return self.format.encode(header, chain.blocks[number].words, source, 0)
 
         owned.store(
-            *(chain, _NAMESPACE, encode, chain.first),
+            *(chain, KEYS_NAMESPACE, encode, chain.first),
             wait=deadline - time.monotonic(),
             ttl=None,
             is_pinned=False,
@@ -350,6 +353,7 @@ class KeyedBlocks(OpenStore):
                 "block_bytes": self.format.payload_bytes,
                 "tiers": {"ssd": ssd},
                 "pinned_keys": len(self._pins),
+                "scrub": self._scrub_stats(),
                 "counters": self.metrics.as_dict(),
                 "alarms": self._alarms(ssd),
             }

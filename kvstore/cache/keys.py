@@ -7,8 +7,9 @@ key, so a frame holds the whole key and a read compares it, byte for byte. docs/
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ Key = bytes | str
 
 KEYS_ROOT = BlockHash(hashlib.sha256(b"kvstore.keys.1").digest())
 """What a block without a parent hangs on, and what every key is hashed under."""
+KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
+"""The one namespace of their blocks."""
 GROUP = "block"
 """Name of the one group."""
 KEY_BYTES_LIMIT = 4096

@@ -5,25 +5,33 @@ Whatever a cache is asked by, tokens or keys, this is the part that does not dif
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstore.cache.context import Context
 from kvstore.cache.owner import OwnedSsd
+from kvstore.cache.scrub import Scrubber
 from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex
 from kvstore.tier.ssd import SsdTier
+
+logger = logging.getLogger(__name__)
 
 
 class OpenStore:
     """A store directory that this process has open.
 
     ``owned`` is None in a reader; then the medium itself says what is stored.
+    ``scrub_bytes_per_second`` is the rate of the background scrub, 0 for none.
 
     Threads: every public method may be called from any thread of the process that opened it.
     """
+
+    is_keyed = False
+    """Whether callers bring their own keys."""
 
     def __init__(
         self,
@@ -33,6 +41,7 @@ class OpenStore:
         index: PrefixIndex,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        scrub_bytes_per_second: int = 0,
     ) -> None:
         """Take over an open tier; as its owner, fill ``index`` from its records."""
         self.format = frame_format
@@ -42,6 +51,10 @@ class OpenStore:
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        self._scrub_rate = scrub_bytes_per_second
+        self._scrubber: Scrubber | None = None
+        self._why_large = ""
+        """Why the file is larger than its cap, if it is."""
         if ssd.is_owner:
             self.owned = OwnedSsd(self.context, ssd, frame_format, index, self._give_up_leases)
 
@@ -55,6 +68,50 @@ class OpenStore:
     def is_owner(self) -> bool:
         """Say whether this process writes."""
         return self.owned is not None
+
+    def start(self) -> None:
+        """Begin what an owner does all the time, once the store is in order."""
+        self._keep_to_cap()
+        if self.owned is not None and self._scrub_rate:
+            self._scrubber = Scrubber(
+                self.context,
+                self.owned,
+                self.format,
+                bytes_per_second=self._scrub_rate,
+                is_keyed=self.is_keyed,
+            )
+            self._scrubber.start()
+
+    def _keep_to_cap(self) -> None:
+        """As the owner of a store that was larger before: evict, and give the disk its space back.
+
+        Where the file cannot shrink (somebody reads it, the disk is too full for a copy) it is
+        logged, and an alarm from then on; the file is filled again and grows no further.
+
+        Raises:
+            StoreError: if the medium fails while blocks are evicted.
+
+        Cost: nothing under an old cap; else that of :meth:`SsdTier.compact`.
+        """
+        ssd = self.ssd
+        if self.owned is None:
+            return
+        if ssd.live_bytes > ssd.high_bytes:
+            self.owned.evict_to(ssd.low_bytes)
+        ssd.trim()
+        if ssd.file_bytes <= ssd.capacity_bytes:
+            return
+        try:
+            ssd.compact()
+        except (StoreBusy, StoreError) as error:
+            self._why_large = str(error)
+            logger.warning("%s", self._size_alarm(ssd.file_bytes, ssd.capacity_bytes))
+
+    def _size_alarm(self, file_bytes: int, capacity_bytes: int) -> str:
+        return (
+            f"the file of {self.ssd.path} takes {file_bytes} bytes, more than ssd_bytes "
+            f"{capacity_bytes}, and was not compacted when it was opened: {self._why_large}"
+        )
 
     def guard(self) -> None:
         """Raise ``StoreError`` in a forked child or after ``close``."""
@@ -83,6 +140,8 @@ class OpenStore:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._scrubber is not None:
+            self._scrubber.stop()
         try:
             self._finish_background(is_last=True)
             if self.owned is not None:
@@ -95,6 +154,10 @@ class OpenStore:
         self._is_closed = True
         self.context.abandon()
         self.ssd.abandon()
+
+    def _scrub_stats(self) -> dict[str, Any] | None:
+        """Return where the scrub is, None if there is none."""
+        return None if self._scrubber is None else self._scrubber.stats()
 
     def _ssd_sizes(self) -> dict[str, Any]:
         """Return how full the tier is, as plain JSON values."""
@@ -109,9 +172,6 @@ class OpenStore:
 
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
         found = [] if self.owned is None else self.owned.alarms
-        if self.is_owner and ssd["file_bytes"] > ssd["capacity_bytes"]:
-            found.append(
-                f"the file takes {ssd['file_bytes']} bytes, more than ssd_bytes "
-                f"{ssd['capacity_bytes']}: it was larger before and does not shrink"
-            )
+        if self._why_large and ssd["file_bytes"] > ssd["capacity_bytes"]:
+            found.append(self._size_alarm(ssd["file_bytes"], ssd["capacity_bytes"]))
         return found

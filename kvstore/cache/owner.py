@@ -434,14 +434,8 @@ class OwnedSsd:
         """Evict to the low watermark if the batch would cross the high one; cut what is over."""
         ssd = self.ssd
         incoming = sum(ssd.stored_bytes(block.frame) for run in runs for block in run.blocks)
-        live = ssd.live_bytes
-        # Blocks may be smaller than the largest: one round may free too little, never too much.
-        while need := plan.room(live, incoming, ssd.high_bytes, ssd.low_bytes):
-            self._evict(-(-need.bytes // ssd.block_bytes))
-            before, live = live, ssd.live_bytes
-            if live >= before:  # nothing may leave, or deleting fails
-                break
-        room = ssd.high_bytes - live
+        self._free(incoming, ssd.high_bytes, ssd.low_bytes)
+        room = ssd.high_bytes - ssd.live_bytes
         for run in runs:
             fitting = 0
             for block in run.blocks:
@@ -452,6 +446,17 @@ class OwnedSsd:
             self._context.count_drop("no_room", len(run.blocks) - fitting)
             del run.blocks[fitting:]
         runs[:] = [run for run in runs if run.blocks]
+
+    def _free(self, incoming: int, high: int, low: int) -> int:
+        """Evict down to ``low`` if ``incoming`` bytes would cross ``high``; return the blocks gone."""
+        ssd, gone = self.ssd, 0
+        # Blocks may be smaller than the largest: one round may free too little, never too much.
+        while need := plan.room(ssd.live_bytes, incoming, high, low):
+            evicted = self._evict(-(-need.bytes // ssd.block_bytes))
+            gone += evicted
+            if not evicted or self._undeleted:  # nothing may leave, or deleting fails
+                break
+        return gone
 
     def _evict(self, blocks: int) -> int:
         """Remove blocks by the policy from index and medium; return how many went."""
@@ -565,6 +570,22 @@ class OwnedSsd:
                 logger.error(message, self._failures, path, error)
 
     # ---- maintenance ---------------------------------------------------------------------------
+
+    def evict_to(self, live_bytes: int) -> int:
+        """Evict by the policy until at most ``live_bytes`` are in use; return how many blocks went.
+
+        More stay in use where pins keep what would have to go, or a delete fails. An empty tier
+        has some pages too.
+
+        Raises:
+            StoreError: if the tier cannot be asked how full it is.
+        """
+        try:
+            with self._changing:
+                return self._free(0, live_bytes, live_bytes)
+        except MEDIUM_ERRORS as error:
+            msg = f"the store at {self.ssd.path} cannot be read: {error}"
+            raise StoreError(msg) from error
 
     def clear(self, root: BlockHash) -> int:
         """Remove every block of one namespace; return how many went."""

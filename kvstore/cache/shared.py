@@ -54,6 +54,7 @@ class SharedTiers(OpenStore):
         open_device: Callable[[], DeviceTier],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        scrub_bytes_per_second: int = 0,
     ) -> None:
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
@@ -70,6 +71,7 @@ class SharedTiers(OpenStore):
             index=PrefixIndex(Lru[Segment]()),
             clock=clock,
             wall_clock=wall_clock,
+            scrub_bytes_per_second=scrub_bytes_per_second,
         )
         self.jobs = Jobs(self)
 
@@ -579,6 +581,7 @@ class SharedTiers(OpenStore):
                 "bytes_per_token": float(self.layout.bytes_per_token),
                 "tiers": tiers,
                 "window": self.window.stats(),
+                "scrub": self._scrub_stats(),
                 "index": {"segments": self.owned.index.segments if self.owned is not None else 0},
                 "namespaces": [{"id": number, **entry} for number, entry in sorted(named.items())]
                 if self.owned is None

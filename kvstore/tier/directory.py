@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from kvstore.errors import ConfigError, LayoutMismatch, StoreBusy, StoreError
 from kvstore.frame import FORMAT_VERSION
 
+logger = logging.getLogger(__name__)
+
 DATA_FILE = "data.mdb"
 LOCK_FILE = "owner.lock"
 _MAP_LOCK_FILE = "lock.mdb"
@@ -26,10 +29,17 @@ VERSION_FILE = "VERSION"
 _PARTIAL_FILE = "VERSION.partial"
 """``VERSION`` while it is written: left behind by a process that was killed just then."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
+_COPY_FOLDER = "compacting"
+"""Where a compacted copy is made: inside the store, as a rename must stay in one file system."""
 _NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "9p", "ceph", "lustre"}
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gfs2", "ocfs2"),
+        *("gpfs", "beegfs", "glusterfs", "orangefs", "virtiofs"),
+    }
 )
 """Where mapped files and robust mutexes of several hosts do not agree. Source: LMDB's caveats."""
+_LAYERED_FILE_SYSTEMS = frozenset({"overlay", "aufs"})
+"""Where a file of a lower layer becomes another file when it is first written. docs/decisions/0020."""
 
 _LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
 """``owner_pid`` holds a shared lock for a moment, which must not pass for an owner."""
@@ -41,12 +51,14 @@ def prepare(path: Path) -> None:
     """Make sure that ``path`` is a private directory that is a store or may become one.
 
     Raises:
-        ConfigError: if it is a file, someone else's, writable by others or on a network.
+        ConfigError: if it is a file, someone else's, writable by others, on a network or behind FUSE,
+            or one of its files is a link.
         StoreError: if it holds something that is not a store. Nothing is touched.
     """
     if path.exists() and not path.is_dir():
         msg = f"{path} is a file, expected a directory for the store; choose another path"
         raise ConfigError(msg)
+    _check_file_system(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,11 +75,40 @@ def prepare(path: Path) -> None:
         mode = stat.S_IMODE(facts.st_mode)
         msg = f"{path} is writable by others (mode {mode:04o}); run chmod 700 on it"
         raise ConfigError(msg)
-    kind = file_system(path)
-    if kind in _NETWORK_FILE_SYSTEMS:
-        msg = f"{path} is on a network file system ({kind}), expected a local disk; choose another path"
-        raise ConfigError(msg)
+    refuse_links(path)
     require_store_or_empty(path)
+
+
+def _check_file_system(path: Path) -> None:
+    """Refuse to own a store where its locks and maps do not hold; warn where they may not."""
+    kind = file_system(path)
+    if kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse"):
+        what = "FUSE" if kind.startswith("fuse") else "a network file system"
+        msg = (
+            f"{path} is on {what} ({kind}), expected a local disk, as a store is mapped and locked; "
+            "choose another path, or open it with role='reader' if nobody writes to it"
+        )
+        raise ConfigError(msg)
+    if kind in _LAYERED_FILE_SYSTEMS:
+        logger.warning(
+            "%s is on %s, a container's own layer: it goes with the container, and a reader that "
+            "opened a store of its image does not see what is stored; use a volume",
+            *(path, kind),
+        )
+
+
+def refuse_links(path: Path) -> None:
+    """Raise ``ConfigError`` if a file of a store is there but no plain file: it may lead anywhere."""
+    for name in (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE):
+        with suppress(FileNotFoundError):
+            mode = (path / name).lstat().st_mode
+            if not stat.S_ISREG(mode):
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
+                msg = (
+                    f"{path / name} is {what}, expected a file of the store's own; link the directory "
+                    "instead, or choose another path"
+                )
+                raise ConfigError(msg)
 
 
 def require_store_or_empty(path: Path) -> None:
@@ -274,3 +315,61 @@ def file_system(path: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]
     return kind
+
+
+# ---- exchanging the data file --------------------------------------------------------------------
+
+
+def new_copy_folder(path: Path) -> Path:
+    """Return an empty private folder in a store for a copy of its data file."""
+    sweep(path)
+    folder = path / _COPY_FOLDER
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def sweep(path: Path) -> None:
+    """Remove the copy that a process left behind which was killed while it compacted.
+
+    Only the owner may: the copy is its own.
+    """
+    folder = path / _COPY_FOLDER
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_map_lock(path: Path) -> int:
+    """Return a descriptor of the lock file of the database, for ``try_alone``.
+
+    Closing it drops every lock that this process has on the file, those of LMDB too: it must stay
+    open while the database is.
+    """
+    return os.open(path / _MAP_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def try_alone(path: Path, map_lock: int) -> None:
+    """Keep other processes from opening the database until ``let_in``.
+
+    Each process that has it open holds the first byte of its lock file, shared, and takes that
+    before it reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9.
+
+    Raises:
+        StoreBusy: if one has it open.
+    """
+    try:
+        fcntl.lockf(map_lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    except (BlockingIOError, PermissionError) as error:
+        msg = f"{path} is open in another process that reads it; close it there first"
+        raise StoreBusy(msg) from error
+
+
+def let_in(map_lock: int, *, is_open: bool) -> None:
+    """Let others open the database again; ``is_open`` keeps what LMDB holds in this process."""
+    fcntl.lockf(map_lock, fcntl.LOCK_SH if is_open else fcntl.LOCK_UN, 1, 0)
+
+
+def exchange(path: Path, folder: Path) -> None:
+    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less."""
+    (folder / DATA_FILE).replace(path / DATA_FILE)
+    _sync(path)

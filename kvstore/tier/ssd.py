@@ -18,6 +18,8 @@ import logging
 import math
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,6 +72,18 @@ _OVERHEAD_PAGES = 32
 _READERS = 512
 FORK_SECONDS = 5.0
 """Most time that a fork waits for a call to end; a disk that takes longer is as good as failed."""
+COPY_SECONDS = 60.0
+"""Most time that a compacted copy waits for calls inside the old file to end."""
+_HINT_BATCH = 1024
+"""Records rewritten per transaction in a compacted copy: with keys in order, some 30 leaves."""
+_HINT_BYTES = 256
+"""What a record may add to a compacted copy: its share of a leaf (85 to 128 bytes), written twice.
+docs/decisions/0018."""
+VERIFY_SECONDS = 60.0
+"""Most time that an opening walks the tree of a store that was not closed; then it goes on, as every
+read checks what it gets. A walk takes 50 us a block on a cold disk. docs/decisions/0020."""
+CHILD_BYTES = 256 << 20
+"""Smallest file that is walked in a child: a smaller one takes less time than starting one."""
 BIRTH_SECONDS = 5.0
 """How long ``role="auto"`` waits for a store that another process is just making."""
 _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
@@ -225,9 +239,8 @@ class SsdTier:
         high, low = (_MIXED_HIGH, _MIXED_LOW) if options.is_mixed else (_HIGH, _LOW)
         self.high_bytes = min(int(high * self.capacity_bytes), self.capacity_bytes - spare)
         self.low_bytes = max(0, self.high_bytes - int((high - low) * self.capacity_bytes))
-        self._env = env
         self._lock_fd = lock_fd
-        self._file = os.open(path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._map_lock: int | None = None
         self._scratch = threading.local()
         self._users = 0
         self._idle = threading.Condition()
@@ -240,6 +253,12 @@ class SsdTier:
         """Whether a write met a page that makes no sense: the next opening is to look at all of them."""
         self._is_lost = False
         """Whether that could not be made up for: another commit might overwrite what is on the disk."""
+        self._attach(env)
+
+    def _attach(self, env: lmdb.Environment) -> None:
+        """Take over an open environment, and its file."""
+        self._env = env
+        self._file = os.open(self.path / directory.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._sys, self._meta, self._pay, self._age = (
                 *(env.open_db(name, create=self.is_owner) for name in _DATABASES),
@@ -290,6 +309,19 @@ class SsdTier:
                 record = Record.unpack(data)
                 if record is not None and len(key) == KEY_BYTES:
                     yield BlockKey(bytes(key)), record
+
+    def records_after(self, key: bytes, count: int) -> list[tuple[BlockKey, Record]]:
+        """Return up to ``count`` records whose keys follow ``key``, in the order of their keys."""
+        found: list[tuple[BlockKey, Record]] = []
+        with self._using(), self._env.begin() as txn:
+            cursor = txn.cursor(self._meta)
+            more = cursor.set_range(key + b"\0")
+            while more and len(found) < count:
+                record = Record.unpack(cursor.value())
+                if record is not None and len(cursor.key()) == KEY_BYTES:
+                    found.append((BlockKey(bytes(cursor.key())), record))
+                more = cursor.next()
+        return found
 
     def record(self, key: BlockKey) -> Record | None:
         """Return the record of ``key``, or None."""
@@ -568,6 +600,129 @@ class SsdTier:
         self._env.sync(True)  # noqa: FBT003
         self._is_suspect = self._is_lost = False
 
+    # ---- compacting (owner) --------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Cut off what was preallocated beyond the cap and never used."""
+        if self.file_bytes <= self.capacity_bytes < self.disk_bytes:
+            os.truncate(self.path / directory.DATA_FILE, self.capacity_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Length of the data file."""
+        return os.fstat(self._file).st_size
+
+    def compact(self) -> None:
+        """Give free pages back to the disk: put a compacted copy in place of the data file.
+
+        The copy is checked as an opening checks a file, and knows where each payload lies. A kill
+        at any time leaves the old file or the new one. Nothing may be written meanwhile.
+
+        Raises:
+            StoreBusy: if another process has the store open.
+            StoreError: if it does not fit on the disk or under the cap, or the medium fails. In all
+                cases the old file stays and the tier goes on.
+
+        Cost: reads what is in use twice and writes it once. Needs that much space on the disk.
+        """
+        try:
+            self._compact()
+        except MEDIUM_ERRORS as error:
+            msg = f"{self.path} cannot be compacted: {error}; it stays as it was"
+            raise StoreError(msg) from error
+        finally:
+            directory.sweep(self.path)
+
+    def _compact(self) -> None:
+        if self._map_lock is None:
+            self._map_lock = directory.open_map_lock(self.path)
+        directory.try_alone(self.path, self._map_lock)
+        directory.let_in(self._map_lock, is_open=True)
+        self.sync()
+        live = self.live_bytes
+        if live > self.high_bytes:
+            msg = (
+                f"{live} bytes are in use in {self.path}, more than the {self.high_bytes} that its cap "
+                f"of {self.capacity_bytes} allows for: evict or unpin, or give it more ssd_bytes"
+            )
+            raise StoreError(msg)
+        needed = live + self.block_count * _HINT_BYTES + _OVERHEAD_PAGES * PAGE_BYTES
+        facts = os.statvfs(self.path)
+        free = facts.f_bavail * facts.f_frsize
+        if free < needed:
+            msg = (
+                f"compacting {self.path} needs {needed} bytes free beside it for the copy, "
+                f"found {free}: free that much, or evict first"
+            )
+            raise StoreError(msg)
+        folder = directory.new_copy_folder(self.path)
+        state = self._env.info()["last_txnid"]
+        self._write_copy(folder)
+        self._exchange(folder, state)
+        self.set_fact("clean", b"0")
+
+    def _write_copy(self, folder: Path) -> None:
+        with self._using():
+            self._env.copy(str(folder), compact=True)
+        lock = directory.try_lock(folder)
+        assert lock is not None, "a folder of the owner's own"
+        options = replace(self.options, preallocate=False)
+        # It is not marked clean, so it is walked, however long that takes.
+        copy, problem = _try_open(folder, options, lock, verify_seconds=None)
+        if copy is None:
+            os.close(lock)
+            msg = f"the compacted copy of {self.path} is broken ({problem}); the store stays as it was"
+            raise StoreError(msg)
+        try:
+            if copy.block_count != self.block_count:
+                msg = (
+                    f"the compacted copy of {self.path} has {copy.block_count} blocks, expected "
+                    f"{self.block_count}; the store stays as it was"
+                )
+                raise StoreError(msg)
+            copy.find_hints()
+        finally:
+            copy.close()
+
+    def find_hints(self) -> None:
+        """Write into every record where its payload lies now."""
+        keys = [key for key, _ in self.records()]
+        for first in range(0, len(keys), _HINT_BATCH):
+            batch, end = keys[first : first + _HINT_BATCH], 0
+            with self._changing(buffers=True) as txn:
+                for key in batch:
+                    value = txn.get(key, db=self._pay)
+                    page = 0 if value is None else _page_of(value)
+                    end = max(end, page)
+                    self._rewrite(txn, key, page=page)
+            if end:  # a compacted file holds payloads in the order of their keys: look ahead
+                size = (len(batch) + 1) * self.block_bytes
+                os.posix_fadvise(self._file, end * PAGE_BYTES, size, _WILL_NEED)
+
+    def _exchange(self, folder: Path, state: int) -> None:
+        """Go on with the copy in ``folder``, made when ``state`` was the last transaction."""
+        assert self._map_lock is not None
+        with self._writing, self._idle:
+            is_idle = self._idle.wait_for(lambda: not self._users, COPY_SECONDS)
+            if not is_idle or self._env.info()["last_txnid"] != state:
+                msg = f"{self.path} was in use while it was compacted; it stays as it was"
+                raise StoreError(msg)
+            self._env.close()
+            os.close(self._file)
+            try:
+                directory.try_alone(self.path, self._map_lock)
+                try:
+                    directory.exchange(self.path, folder)
+                finally:
+                    directory.let_in(self._map_lock, is_open=False)
+            finally:
+                try:
+                    self._attach(_environment(self.path, self.options, is_owner=True))
+                except BaseException:
+                    self._is_closed = True
+                    self._close_locks()
+                    raise
+
     # ---- small facts in `sys` ------------------------------------------------------------------
 
     def fact(self, name: str) -> bytes | None:
@@ -673,9 +828,13 @@ class SsdTier:
 
     def _close_files(self) -> None:
         os.close(self._file)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._close_locks()
+
+    def _close_locks(self) -> None:
+        for lock in (self._lock_fd, self._map_lock):
+            if lock is not None:
+                os.close(lock)
+        self._lock_fd = self._map_lock = None
 
 
 DAMAGE = (
@@ -778,10 +937,16 @@ def _open(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
 
 def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
     directory.require_store(path)
+    directory.refuse_links(path)
     directory.claim_format(path, options.format_text)
     env = None
     try:
-        env = _environment(path, options, is_owner=False)
+        while env is None:
+            before = (path / directory.DATA_FILE).stat().st_ino
+            env = _environment(path, options, is_owner=False)
+            if (path / directory.DATA_FILE).stat().st_ino != before:  # compacted just now
+                env.close()
+                env = None
         problem = _cut_off(path, env)
         if not problem:
             env.reader_check()  # slots of killed readers: there are 512 in all
@@ -796,6 +961,7 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
 
 def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Path | None]:
     try:
+        directory.sweep(path)
         directory.claim_format(path, options.format_text)
         tier, problem = _try_open(path, options, lock)
         if tier is not None:
@@ -819,7 +985,13 @@ def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Pa
     return tier, aside
 
 
-def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | None, str]:
+def _try_open(
+    path: Path,
+    options: SsdOptions,
+    lock: int,
+    *,
+    verify_seconds: float | None = VERIFY_SECONDS,
+) -> tuple[SsdTier | None, str]:
     """Open and check; return the tier, or None and what is wrong with the file."""
     env: lmdb.Environment | None = None
     tier: SsdTier | None = None
@@ -829,7 +1001,7 @@ def _try_open(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier | Non
         if problem:
             return None, problem
         env = _environment(path, options, is_owner=True)
-        problem = _structural_problem(path, env)
+        problem = _structural_problem(path, env, verify_seconds)
         if problem:
             return None, problem
         env.reader_check()
@@ -887,7 +1059,7 @@ def _broken_trees(path: Path) -> str:
     return tree.problem_of(file) if file.exists() and file.stat().st_size else ""
 
 
-def _structural_problem(path: Path, env: lmdb.Environment) -> str:
+def _structural_problem(path: Path, env: lmdb.Environment, verify_seconds: float | None) -> str:
     """Return what is wrong with the file as a whole, empty if nothing is.
 
     LMDB's own check does not see a last value that is cut off; reading it would be SIGBUS. After
@@ -898,6 +1070,44 @@ def _structural_problem(path: Path, env: lmdb.Environment) -> str:
         return problem
     if not env.stat()["entries"] or _is_clean(env):
         return ""
+    data = path / directory.DATA_FILE
+    if data.stat().st_size < CHILD_BYTES or not sys.executable:
+        return _walk(path)
+    # -P: what lies in the working directory is not imported.
+    command = [sys.executable, "-P", "-c", _WALK, str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=verify_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = "%s was not closed and takes more than %.0f s to verify: opened without"
+        logger.warning(message, path, verify_seconds)
+        return ""
+    except OSError:
+        return _walk(path)  # no process can be started here
+    if done.returncode:
+        return _walk(path)
+    return done.stdout.decode(errors="replace")
+
+
+_WALK = """
+import struct, sys
+import lmdb.verify
+try:
+    found = lmdb.verify.verify(sys.argv[1])
+except (lmdb.verify.VerifyError, OSError, struct.error) as error:
+    found = [error]
+sys.stdout.write(str(found[0]) if found else "")
+"""
+"""What ``_walk`` does, for a child."""
+
+
+def _walk(path: Path) -> str:
+    """Return the first thing that is wrong with the trees of a store, empty if nothing is."""
     try:
         problems: list[str] = lmdb.verify.verify(str(path))  # type: ignore[no-untyped-call]
     except (lmdb.verify.VerifyError, OSError, struct.error) as error:

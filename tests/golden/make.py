@@ -1,6 +1,6 @@
-"""Write the golden frames that do not exist yet: ``python -m tests.golden.make``.
+"""Write the golden files that do not exist yet: ``python -m tests.golden.make``.
 
-Golden frames say what stores on disk look like and must decode for ever. A file that exists is
+Golden frames and archives say what stores look like and must decode for ever. A file that exists is
 never written again; a new format version adds files with a new name.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvstore
+from kvstore.archive import ARCHIVE_VERSION, export_store
 from kvstore.block import BlockHash
 from kvstore.frame import FORMAT_VERSION, FrameFormat, Header
 from kvstore.layout import Layout
 from tests.builders import mixed_layout, tiny_layout
+from tests.stores import BLOCK, WINDOWED, entries_of, open_cache
 
 FOLDER = Path(__file__).parent
 
@@ -105,6 +108,31 @@ def make(name: str, layout: Layout, block_tokens: int, preset: str | None) -> No
         file.write(frame)
 
 
+ARCHIVE = FOLDER / f"archive-v{ARCHIVE_VERSION}.tar.zst"
+
+
+def make_archive() -> None:
+    """Write an archive of two prompts with one head, one of them pinned, the head used last."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "s"
+        with open_cache(store, WINDOWED) as cache:
+            for tokens in archive_prompts():
+                cache.store(tokens, entries_of(WINDOWED, tokens), pin=len(tokens) > 3 * BLOCK)
+                cache.flush()
+            with cache.lookup(archive_prompts()[0][: BLOCK + 1]):
+                pass
+        export_store(store, Path(folder) / ARCHIVE.name, (), lambda _done, _total: None)
+        content = (Path(folder) / ARCHIVE.name).read_bytes()
+    with ARCHIVE.open("xb") as file:
+        file.write(content)
+
+
+def archive_prompts() -> list[NDArray[np.uint32]]:
+    """Return the token ids in the golden archive."""
+    first = np.arange(3 * BLOCK, dtype=np.uint32) * 7
+    return [first, np.concatenate([first[:BLOCK], np.arange(3 * BLOCK, dtype=np.uint32) * 5 + 1])]
+
+
 def main() -> None:
     """Make what is missing; leave what is there."""
     for case, (layout, block_tokens, preset) in CASES.items():
@@ -113,6 +141,10 @@ def main() -> None:
             sys.stderr.write(f"frame-{name} exists and is left alone\n")
             continue
         make(name, layout, block_tokens, preset)
+    if ARCHIVE.exists():
+        sys.stderr.write(f"{ARCHIVE.name} exists and is left alone\n")
+    else:
+        make_archive()
 
 
 if __name__ == "__main__":

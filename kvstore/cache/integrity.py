@@ -1,0 +1,57 @@
+"""Whether a stored frame is the block that its key and record say: what a check of a store asks.
+
+A read knows the tokens that it asks for; a check does not, and takes them from the frame.
+"""
+
+from __future__ import annotations
+
+from kvstore.block import BlockKey, block_key
+from kvstore.cache.keys import KEYS_ROOT
+from kvstore.frame import Frames, Header, head_sum
+from kvstore.hash import block_hashes
+from kvstore.tier.ssd import Record
+
+
+def frame_fault(frames: Frames, frame: memoryview, key: BlockKey, *, is_keyed: bool) -> str | None:
+    """Return why a frame is not an intact block under ``key``, or None.
+
+    ``is_keyed`` says that callers bring their own keys, so that a hash does not depend on a parent.
+    The hash of a block that an image touches does not follow from its token ids, and is taken as
+    the frame says it.
+    """
+    header = frames.header(frame)
+    if header is None:
+        return "header"
+    if not frames.is_payload_intact(frame):
+        return "checksum"
+    ids = frames.tokens(frame)
+    above = KEYS_ROOT if is_keyed else header.parent_hash
+    is_derived = header.has_images or block_hashes(above, ids, frames.block_tokens) == [
+        header.block_hash
+    ]
+    return None if block_key(header.block_hash) == key and is_derived else "identity"
+
+
+def record_fault(header: Header, frame: memoryview, record: Record) -> str | None:
+    """Return in what an intact frame and its record differ, or None."""
+    if head_sum(frame) != record.head_sum:
+        return "header"
+    if (header.number, header.namespace_id) != (record.number, record.namespace_id):
+        return "identity"
+    return None if block_key(header.parent_hash) == record.parent else "parent"
+
+
+def stored_fault(
+    frames: Frames, frame: memoryview, key: BlockKey, record: Record, *, is_keyed: bool
+) -> str | None:
+    """Return what is wrong with a stored frame, or None. Its parent is not looked for.
+
+    Cost: one pass over the payload, and one SHA-256 of the token ids.
+    """
+    header = frames.header(frame)
+    if header is None:
+        return "header"
+    fault = record_fault(header, frame, record)
+    if fault == "header":  # another block's frame, or one cut short: not worth a look inside
+        return fault
+    return frame_fault(frames, frame, key, is_keyed=is_keyed) or fault

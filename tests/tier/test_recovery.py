@@ -1,0 +1,218 @@
+"""What opening checks before it trusts a directory and a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from kvstore import ConfigError, StoreError
+from kvstore.tier import directory
+from kvstore.tier import ssd as ssd_module
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
+
+TOKENS = tokens_of(6 * BLOCK + 1)
+
+
+def fill(path: Path) -> None:
+    with open_cache(path) as cache:
+        cache.store(TOKENS, entries_of(DENSE, TOKENS))
+
+
+@pytest.fixture
+def lies_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let every path lie on a file system of a type."""
+
+    def install(kind: str) -> None:
+        monkeypatch.setattr(directory, "file_system", lambda _: kind)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("nfs4", "a network file system"),
+        ("cifs", "a network file system"),
+        ("virtiofs", "a network file system"),
+        ("fuse.sshfs", "FUSE"),
+        ("fuseblk", "FUSE"),
+        ("fuse", "FUSE"),
+    ],
+)
+def test_a_file_system_that_does_not_hold_locks_can_only_be_read(
+    kind: str, what: str, tmp_path: Path, lies_on: Any
+) -> None:
+    fill(tmp_path / "s")
+    lies_on(kind)
+    for role in ("auto", "owner"):
+        with pytest.raises(
+            ConfigError, match=rf"is on {what} \({kind}\), expected a local disk"
+        ) as error:
+            open_cache(tmp_path / "s", role=role)
+        assert "role='reader'" in str(error.value)
+        with pytest.raises(ConfigError, match="is on"):
+            open_cache(tmp_path / "new", role=role)
+    assert not (tmp_path / "new").exists()
+    with open_cache(tmp_path / "s", role="reader") as cache:
+        assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [("overlay", 1), ("ext4", 0), ("xfs", 0), ("", 0)])
+def test_a_layered_file_system_is_a_warning_and_a_local_one_nothing(
+    kind: str, warnings: int, tmp_path: Path, lies_on: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lies_on(kind)
+    fill(tmp_path / "s")
+    assert [record.message.count("use a volume") for record in caplog.records] == [1] * warnings
+
+
+def test_the_type_is_that_of_the_nearest_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = (
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        f"2 1 0:2 / {tmp_path}/with\\040space rw,relatime shared:1 master:2 - fuse.sshfs host:/ rw\n"
+        f"3 2 0:3 / {tmp_path}/with\\040space/in rw - tmpfs tmpfs rw\n"
+    )
+    real = Path.read_text
+
+    def read(self: Path, **options: Any) -> str:
+        return mounts if str(self) == "/proc/self/mountinfo" else real(self, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert directory.file_system(tmp_path / "with space") == "fuse.sshfs"
+    assert directory.file_system(tmp_path / "with space" / "new" / "deep") == "fuse.sshfs"
+    assert directory.file_system(tmp_path / "with space" / "in" / "s") == "tmpfs"
+    assert directory.file_system(tmp_path / "with") == "ext4"
+
+
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "s")
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(ConfigError, match=rf"belongs to user id {mine}, expected {mine + 1}"):
+        open_cache(tmp_path / "s")
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "owner.lock", "VERSION"])
+@pytest.mark.parametrize("role", ["owner", "reader"])
+def test_a_file_of_a_store_that_is_a_link_is_refused_and_not_followed(
+    name: str, role: str, tmp_path: Path
+) -> None:
+    path, outside = tmp_path / "s", tmp_path / "outside"
+    fill(path)
+    (path / name).rename(outside)
+    before = outside.read_bytes()
+    (path / name).symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link, expected a file"):
+        open_cache(path, role=role)
+    assert outside.read_bytes() == before
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(ConfigError, match="no plain file"):
+        open_cache(path, role=role)
+
+
+def test_a_directory_that_is_a_link_is_followed(tmp_path: Path) -> None:
+    fill(tmp_path / "s")
+    (tmp_path / "link").symlink_to(tmp_path / "s")
+    with open_cache(tmp_path / "link") as cache:
+        assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+
+
+# ---- a store that was not closed ---------------------------------------------------------------------
+
+
+def unclean(path: Path) -> None:
+    fill(path)
+    with lmdb.open(str(path), max_dbs=8, lib_version=0) as env:
+        sys_db = env.open_db(b"sys")
+        with env.begin(write=True) as txn:
+            txn.put(b"clean", b"0", db=sys_db)
+
+
+def spoil(path: Path) -> None:
+    """Break a page of a tree that opening itself does not touch."""
+    with lmdb.open(str(path), max_dbs=8, lib_version=0) as env:
+        pages = (path / "data.mdb").stat().st_size // 4096
+        age = env.open_db(b"age")
+        with env.begin() as txn:
+            assert txn.stat(age)["depth"] == 1
+    data = bytearray((path / "data.mdb").read_bytes())
+    for page in range(2, pages):
+        flags = int.from_bytes(data[page * 4096 + 10 : page * 4096 + 12], "little")
+        if flags == 2:  # a leaf: two nodes in one place
+            data[page * 4096 + 18 : page * 4096 + 20] = data[page * 4096 + 16 : page * 4096 + 18]
+    (path / "data.mdb").write_bytes(data)
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_a_large_file_is_walked_in_a_child_with_the_same_result(
+    is_child: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_child:
+        monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
+        monkeypatch.setattr(ssd_module, "_walk", lambda _: "not asked")
+    unclean(tmp_path / "s")
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 0
+        assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+    unclean(tmp_path / "t")
+    spoil(tmp_path / "t")
+    with open_cache(tmp_path / "t") as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 1
+
+
+def test_a_walk_that_takes_too_long_is_given_up_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
+
+    def slow(command: list[str], *, timeout: float, **_: Any) -> None:
+        assert timeout == ssd_module.VERIFY_SECONDS
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    unclean(tmp_path / "s")
+    monkeypatch.setattr(subprocess, "run", slow)
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+    messages = [record.message for record in caplog.records]
+    assert [message for message in messages if "use a volume" not in message] == [
+        f"{tmp_path / 's'} was not closed and takes more than 60 s to verify: opened without"
+    ]
+
+
+@pytest.mark.parametrize("failure", ["no process", "no module"])
+def test_where_no_child_can_walk_the_process_does(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
+    if failure == "no process":
+        monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    else:
+        monkeypatch.setattr(ssd_module, "_WALK", "import no_such_module_here")
+    unclean(tmp_path / "s")
+    spoil(tmp_path / "s")
+    with open_cache(tmp_path / "s") as cache:
+        assert cache.stats()["counters"]["quarantined_stores"] == 1
+
+
+def test_a_meta_page_that_is_none_is_refused(tmp_path: Path) -> None:
+    for place in (0, 1):
+        path = tmp_path / str(place)
+        fill(path)
+        with (path / "data.mdb").open("r+b") as file:
+            file.seek(place * 4096 + 16)
+            file.write(b"\0" * 8)
+        with pytest.raises(StoreError, match="cannot be read"):
+            open_cache(path, role="reader")
+        with open_cache(path) as cache:
+            assert cache.stats()["counters"]["quarantined_stores"] == 1
