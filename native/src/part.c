@@ -130,16 +130,25 @@ static void copy_rows(uint8_t *target, ptrdiff_t target_stride, const uint8_t *s
 #undef ROWS_OF
 }
 
+/* How many runs of bytes a unit's rows are in their place, and how long one is: rows that follow
+ * each other are one. */
+static size_t runs_of(const struct measured *piece, size_t *bytes) {
+    const size_t rows = piece->piece->rows;
+    *bytes = piece->row.values;
+    if (piece->place.stride != (ptrdiff_t)*bytes) {
+        return rows;
+    }
+    *bytes *= rows;
+    return 1;
+}
+
 /* Copy the rows of a unit. Long ones are summed as they are written. Short ones are read into a
  * stage, summed there and handed out from there; either way each byte of the part is read once. */
 static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
                       uint8_t *target, int is_streamed) {
-    size_t rows = piece->piece->rows, bytes = piece->row.values;
     const ptrdiff_t stride = piece->place.stride;
-    if (stride == (ptrdiff_t)bytes) {
-        bytes *= rows;
-        rows = 1;
-    }
+    size_t bytes;
+    const size_t rows = runs_of(piece, &bytes);
     if (bytes > SHORT_ROW) {
         for (size_t row = 0; row < rows; row++) {
             xxh3_update(sum, source + row * bytes, bytes, target + (ptrdiff_t)row * stride,
@@ -160,12 +169,9 @@ static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint
  * written: rows that somebody changes meanwhile cannot have a sum that their copy does not. */
 static void take_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
                       uint8_t *part) {
-    size_t rows = piece->piece->rows, bytes = piece->row.values;
     const ptrdiff_t stride = piece->place.stride;
-    if (stride == (ptrdiff_t)bytes) {
-        bytes *= rows;
-        rows = 1;
-    }
+    size_t bytes;
+    const size_t rows = runs_of(piece, &bytes);
     if (bytes > SHORT_ROW) {
         for (size_t row = 0; row < rows; row++) {
             xxh3_update(sum, source + (ptrdiff_t)row * stride, bytes, part + row * bytes, 0);
