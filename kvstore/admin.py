@@ -209,7 +209,9 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
             if len(chain) < CHAIN_SHOWN:
                 number = above.number if above is not None else None
                 chain.append({"key": parent_key.hex(), "number": number})
-        header = store.frame_format.header(memoryview(frame)) if frame is not None else None
+        header = (
+            None if frame is None else store.frame_format.form_of(frame).header(memoryview(frame))
+        )
         space = namespace_facts(store.ssd).get(record.namespace_id)
         return {
             "key": key.hex(),

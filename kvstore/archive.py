@@ -541,7 +541,7 @@ class _Import:
         )
         if fault is not None:
             return fault
-        header = manifest.frames.header(memoryview(frame))
+        header = manifest.frames.form_of(frame).header(memoryview(frame))
         assert header is not None
         root = manifest.roots.get(header.namespace_id)
         if root is None:
@@ -599,7 +599,7 @@ class _Import:
         record, frame = self._store.ssd.record(key), self._store.ssd.frame(key)
         if record is None or frame is None:
             return None
-        header = self._manifest.frames.header(memoryview(frame))
+        header = self._manifest.frames.form_of(frame).header(memoryview(frame))
         root = self._owned.namespaces.get(record.namespace_id, {}).get("root")
         if header is None or root is None:
             return None
@@ -613,7 +613,7 @@ class _Import:
 
         def encode(header: Header) -> bytearray:
             frame = run.frames[header.number - run.first]
-            self._manifest.frames.renumber(frame, header.namespace_id)
+            self._manifest.frames.form_of(frame).renumber(frame, header.namespace_id)
             return frame
 
         self._owned.store(

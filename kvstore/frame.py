@@ -158,44 +158,8 @@ class Frames(Protocol):
         """Return the frame of the ``block``-th whole block of a source."""
         ...
 
-    def header(self, frame: memoryview) -> Header | None:
-        """Return the header, or None if these bytes are no intact head."""
-        ...
-
-    def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
-        """Return a copy of the block's token ids."""
-        ...
-
-    def head_fault(
-        self,
-        frame: memoryview,
-        block_hash: BlockHash,
-        parent_hash: BlockHash | None,
-        tokens: NDArray[np.uint32],
-    ) -> str | None:
-        """Return why this is not the head of the block asked for, or None."""
-        ...
-
-    def fault(
-        self,
-        frame: memoryview,
-        block_hash: BlockHash,
-        parent_hash: BlockHash | None,
-        tokens: NDArray[np.uint32],
-    ) -> str | None:
-        """Return why this is not the block asked for, payload included, or None."""
-        ...
-
-    def is_payload_intact(self, frame: memoryview) -> bool:
-        """Say whether the payload matches its checksums."""
-        ...
-
-    def renumber(self, frame: bytearray, namespace_id: int) -> None:
-        """Give an intact frame to a namespace of another store."""
-        ...
-
-    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
-        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
+    def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
+        """Return the format that a frame says it has, which checks it, reads it and hands it out."""
         ...
 
     def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
@@ -243,7 +207,6 @@ class FrameFormat:
         }
         """Entries of a block, by group."""
         owners = sorted({layer for group in layout.global_groups for layer in group.layers})
-        self._owners = owners
         self.part_count = len(owners)
         self._ids_offset = HEADER_BYTES
         self._sums_offset = HEADER_BYTES + 4 * block_tokens
@@ -252,14 +215,16 @@ class FrameFormat:
         self.part_bounds: list[tuple[int, int]] = []
         """Start and end of each part in the frame, in order of owner layer."""
         offset = self.payload_offset
-        for layer in owners:
-            size = sum(self.entries[g.name] * g.entry_bytes for g in self._members(layer))
+        self._members = {layer: self._members_of(layer) for layer in owners}
+        """Groups that a layer owns, in the order of its part."""
+        for members in self._members.values():
+            size = sum(self.entries[g.name] * g.entry_bytes for g in members)
             self.part_bounds.append((offset, offset + size))
             offset += size
         self.frame_bytes = offset
         self.payload_bytes = offset - self.payload_offset
 
-    def _members(self, layer: int) -> tuple[LayerGroup, ...]:
+    def _members_of(self, layer: int) -> tuple[LayerGroup, ...]:
         """Groups that a layer owns, those of one compression ratio together."""
         owned = [group for group in self.layout.global_groups if layer in group.layers]
         order = list(dict.fromkeys(group.tokens_per_entry for group in owned))
@@ -368,6 +333,11 @@ class FrameFormat:
     def packing_of(self, frame: bytearray) -> tuple[bool, float]:
         """Say whether a frame is packed at rest, and what packing lost or would have lost."""
         return self.is_packed, _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0]
+
+    def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
+        """Return this format: there is no other."""
+        del frame
+        return self
 
     @staticmethod
     def is_marked_packed(frame: bytes | bytearray | memoryview) -> bool:
@@ -524,12 +494,10 @@ class FrameFormat:
             role, count = f"group {group.name!r}", self.entries[group.name]
             view = host_view(arrays[group.name], role, dtypes[group.name]).data
             if view.ndim == 3:  # [layers, n, length] as [blocks, layers, entries, length]
-                blocks.append(view.shape[1] // count)
-                view = np.lib.stride_tricks.as_strided(
-                    view,
-                    (blocks[-1], view.shape[0], count, view.shape[2]),
-                    (view.strides[1] * count, *view.strides),
-                )
+                layers, whole, length = view.shape[0], view.shape[1] // count, view.shape[2]
+                cut = view[:, : whole * count].reshape(layers, whole, count, length)
+                view = cut.transpose(1, 0, 2, 3)  # one axis is split, so this is a view
+                blocks.append(whole)
             else:
                 blocks.append(view.shape[0])
             length = group.entry_bytes if dtypes[group.name] == _BYTES else group.values
@@ -539,22 +507,23 @@ class FrameFormat:
             views[group.name] = view
         if is_output:
             check_apart(views)
+        addresses = {name: view.__array_interface__["data"][0] for name, view in views.items()}
         rows: list[tuple[int, ...]] = []
         steps: list[int] = []
         parts: list[native.Part] = []
-        for layer, (start, stop) in zip(self._owners, self.part_bounds, strict=True):
+        for (layer, members), bounds in zip(self._members.items(), self.part_bounds, strict=True):
             first = len(rows)
-            for group in self._members(layer):
+            for group in members:
                 view, codec = views[group.name], codecs.get(group.name)
                 count = self.entries[group.name]
                 unit = _unit(count)
-                address = view.ctypes.data + group.layers.index(layer) * view.strides[1]
+                address = addresses[group.name] + group.layers.index(layer) * view.strides[1]
                 for length in (group.values,) if codec else group.planes:
                     shape = (codec.address if codec else 0, count // unit, unit, length)
                     rows.append((*shape, address, view.strides[2]))
                     steps.append(view.strides[0])
                     address += length
-            parts.append(native.Part(start, stop, first, len(rows)))
+            parts.append(native.Part(*bounds, first, len(rows)))
         table = np.array(rows, np.int64)
         kept = (tuple(views.values()), tuple(codecs.values()))
         return Places(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import BlockHash
 from kvstore.codec import codec_for
 from kvstore.codec.arrays import numpy_dtype
 from kvstore.codec.packed import PackedCodec, PackStats
@@ -118,7 +117,7 @@ class PackingFormat:
                 engine_format = layout.group(group.name).entry_format
                 self._codecs[group.name] = codec, numpy_dtype(DTYPES[engine_format])
 
-    def _of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
+    def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
         """Return the format that a frame's own flag names; whoever reads checks all of it anyway."""
         return self.packed if FrameFormat.is_marked_packed(frame) else self.lossless
 
@@ -153,46 +152,6 @@ class PackingFormat:
             return self.packed.encode(header, tokens, source.packed, 0)
         return self.lossless.encode(header, tokens, source.lossless, block)
 
-    def header(self, frame: memoryview) -> Header | None:
-        """Return the header, or None if these bytes are not an intact head of either form."""
-        return self._of(frame).header(frame)
-
-    def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
-        """Return a copy of the block's token ids."""
-        return self._of(frame).tokens(frame)
-
-    def head_fault(
-        self,
-        frame: memoryview,
-        block_hash: BlockHash,
-        parent_hash: BlockHash | None,
-        tokens: NDArray[np.uint32],
-    ) -> str | None:
-        """Return why this is not the head asked for; as :meth:`FrameFormat.head_fault`."""
-        return self._of(frame).head_fault(frame, block_hash, parent_hash, tokens)
-
-    def fault(
-        self,
-        frame: memoryview,
-        block_hash: BlockHash,
-        parent_hash: BlockHash | None,
-        tokens: NDArray[np.uint32],
-    ) -> str | None:
-        """Return why this is not the block asked for; as :meth:`FrameFormat.fault`."""
-        return self._of(frame).fault(frame, block_hash, parent_hash, tokens)
-
-    def is_payload_intact(self, frame: memoryview) -> bool:
-        """Say whether every part matches its checksum."""
-        return self._of(frame).is_payload_intact(frame)
-
-    def renumber(self, frame: bytearray, namespace_id: int) -> None:
-        """Give an intact frame to a namespace of another store; as :meth:`FrameFormat.renumber`."""
-        self._of(frame).renumber(frame, namespace_id)
-
-    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
-        """Say whether a frame is packed, and what packing lost or would have lost."""
-        return self._of(frame).packing_of(frame)
-
     def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> PackingTarget:
         """Return a target of entries in the engine's form; as :meth:`FrameFormat.entries_target`."""
         lossless = self.lossless.entries_target(entries)
@@ -204,7 +163,7 @@ class PackingFormat:
 
     def scatter(self, frame: memoryview, target: PackingTarget, block: int) -> str | None:
         """Hand out a frame's payload, unpacked if need be; as :meth:`FrameFormat.scatter`."""
-        found = self._of(frame)
+        found = self.form_of(frame)
         place = target.packed if found is self.packed else target.lossless
         return found.scatter(frame, place, block)
 

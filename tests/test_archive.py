@@ -90,7 +90,7 @@ def frames_of(path: Path) -> dict[bytes, tuple[bytes, bool, str]]:
         found = {}
         for key, record in store.ssd.records():
             frame = bytearray(store.ssd.frame(key) or b"")
-            store.frame_format.renumber(frame, 0)
+            store.frame_format.form_of(frame).renumber(frame, 0)
             found[bytes(key)] = bytes(frame), record.is_pinned, str(record.error)
         return found
 

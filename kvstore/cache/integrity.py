@@ -19,12 +19,13 @@ def frame_fault(frames: Frames, frame: memoryview, key: BlockKey, *, is_keyed: b
     The hash of a block that an image touches does not follow from its token ids, and is taken as
     the frame says it.
     """
-    header = frames.header(frame)
+    form = frames.form_of(frame)
+    header = form.header(frame)
     if header is None:
         return "header"
-    if not frames.is_payload_intact(frame):
+    if not form.is_payload_intact(frame):
         return "checksum"
-    ids = frames.tokens(frame)
+    ids = form.tokens(frame)
     above = KEYS_ROOT if is_keyed else header.parent_hash
     is_derived = header.has_images or block_hashes(above, ids, frames.block_tokens) == [
         header.block_hash
@@ -48,7 +49,7 @@ def stored_fault(
 
     Cost: one pass over the payload, and one SHA-256 of the token ids.
     """
-    header = frames.header(frame)
+    header = frames.form_of(frame).header(frame)
     if header is None:
         return "header"
     fault = record_fault(header, frame, record)

@@ -213,7 +213,7 @@ class KeyedBlocks(OpenStore):
             block, entries = blocks[place], {GROUP: targets[place].reshape(1, 1, -1)}
             target = self.format.entries_target(entries)
             # Verified before the copy too: a caller's buffer holds the block, or what it held.
-            fault = self.format.fault(frame, block.hash, None, block.words)
+            fault = self.format.form_of(frame).fault(frame, block.hash, None, block.words)
             fault = fault or self.format.scatter(frame, target, 0)
             good[place] = fault is None
             return fault
@@ -269,8 +269,9 @@ class KeyedBlocks(OpenStore):
         found: list[tuple[BlockKey, bytes]] = []
 
         def take(key: BlockKey, frame: memoryview) -> None:
-            if self.format.header(frame) is not None:  # else a read will find it bad
-                found.append((key, key_of(self.format.tokens(frame))))
+            form = self.format.form_of(frame)
+            if form.header(frame) is not None:  # else a read will find it bad
+                found.append((key, key_of(form.tokens(frame))))
 
         try:
             self.ssd.look([key for key, _ in self.ssd.records()], take)

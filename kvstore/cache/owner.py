@@ -509,7 +509,7 @@ class OwnedSsd:
 
     def _as_put(self, block: QueuedBlock[Ticket], sequence: int) -> Put:
         ticket = block.ticket
-        is_packed, error = self._format.packing_of(block.frame)
+        is_packed, error = self._format.form_of(block.frame).packing_of(block.frame)
         record = Record(
             parent=block.parent,
             number=block.number,

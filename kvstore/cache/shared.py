@@ -419,7 +419,7 @@ class SharedTiers(OpenStore):
         def take_right(i: int, frame: memoryview) -> str | None:
             n = first + i
             expected = (prefix.hashes[n], prefix.parent_hash(n), prefix.block_ids(n))
-            return self.format.head_fault(frame, *expected) or take(i, frame)
+            return self.format.form_of(frame).head_fault(frame, *expected) or take(i, frame)
 
         began = time.perf_counter()
         result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right, take_many)

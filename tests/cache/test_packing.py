@@ -272,15 +272,23 @@ def test_a_flipped_flag_is_a_bad_head() -> None:
     frames = PackingFormat(DENSE, BLOCK, Packing(FORMATS, 0.2))
     tokens = tokens_of(BLOCK)
     frame = frames.encode(HEADER, tokens, frames.entries_source(numbers(blocks=1)), 0)
-    assert frames.packing_of(frame)[0]
-    found = frames.header(memoryview(frame))
+    assert frames.form_of(frame).packing_of(frame)[0]
+    found = frames.form_of(frame).header(memoryview(frame))
     assert found is not None
     assert found.is_packed
     assert 0.08 < found.error < 0.15
-    assert frames.fault(memoryview(frame), HEADER.block_hash, HEADER.parent_hash, tokens) is None
+    assert (
+        frames.form_of(frame).fault(
+            memoryview(frame), HEADER.block_hash, HEADER.parent_hash, tokens
+        )
+        is None
+    )
     frame[6] ^= 2
     assert (
-        frames.fault(memoryview(frame), HEADER.block_hash, HEADER.parent_hash, tokens) == "header"
+        frames.form_of(frame).fault(
+            memoryview(frame), HEADER.block_hash, HEADER.parent_hash, tokens
+        )
+        == "header"
     )
     # Nor does a plain store take a packed frame for its own.
     frame[6] ^= 2
