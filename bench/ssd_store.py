@@ -462,7 +462,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
 
             def into_kept() -> None:
                 resident = match.resident_blocks
-                whole(shared.read_blocks(match.prefix, resident, 0, count, kept), count)
+                whole(shared.begin_read(match.prefix, resident, 0, count, kept)(), count)
 
             def by_tier() -> None:
                 read_by_tier(tier, match.prefix, form, places)

@@ -56,6 +56,7 @@ class PrefixCache(Scope):
         ssd_formats: Mapping[str, str] | str | None = None,
         error_budget: float = math.inf,
         scrub_bytes_per_second: int | str = 0,
+        read_threads: int | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -75,7 +76,8 @@ class PrefixCache(Scope):
         ``scrub_bytes_per_second`` lets the owner read and check every block in turn, in the
         background, at that rate, as bytes or text such as ``"10MiB"``, past the kernel's cache where
         it can; 0 does not. Bad blocks are removed with what hangs on them, and counted.
-        ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
+        ``read_threads`` share a load, its caller included: by default as many as there are processors,
+        at most 4. ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -86,6 +88,7 @@ class PrefixCache(Scope):
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
         rows = model_layout.window_tokens if window_rows is None else window_rows
         _check_options(model_layout, namespace, role, window_ttl, rows)
+        threads = _threads(read_threads)
         packing = _packing(model_layout, ssd_formats, error_budget)
         frame_format = frames_of(model_layout, block_tokens, packing)
         page_bytes = size_bytes(device_bytes, "device_bytes")
@@ -128,6 +131,7 @@ class PrefixCache(Scope):
                 clock=now,
                 wall_clock=clock if clock is not None else time.time,
                 scrub_bytes_per_second=scrub_rate,
+                read_threads=threads,
             )
 
         shared = share(directory, options, SharedTiers, build)
@@ -154,6 +158,21 @@ class PrefixCache(Scope):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+READ_THREADS = 4
+"""Most threads of a load by default: of four, each reading its next run, a disk has 128 blocks to
+work on; more would take processors from the engine."""
+
+
+def _threads(given: object) -> int:
+    """Return how many threads share a load. Raises ``ConfigError`` for what is no such number."""
+    if given is None:
+        return min(READ_THREADS, len(os.sched_getaffinity(0)))
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        msg = f"read_threads must be a positive integer, found {given!r}"
+        raise ConfigError(msg)
+    return given
 
 
 def _packing(

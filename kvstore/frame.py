@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -75,6 +75,29 @@ class Header:
     """Relative error of packing the block, also where it was too much and the block is lossless."""
 
 
+WAVE_BYTES = 4 << 20
+"""Least bytes of a wave: it takes a millisecond or two, of which setting it up is a tenth."""
+WAVE_BLOCK_BYTES = 16 << 10
+"""Least bytes of a block in a wave: a read of its own costs as much as these. docs/ssd.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Parts ``[start, stop)`` of some frames: the entries of a few layers, which a load brings together."""
+
+    start: int
+    stop: int
+    layers: tuple[int, ...]
+    """The owner layers of those parts."""
+    bounds: tuple[int, int]
+    """Where they start and end in the largest frame."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in it."""
+        return self.bounds[1] - self.bounds[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the payloads of blocks go to or come from, worked out once for many blocks.
@@ -93,6 +116,10 @@ class Places:
     _parts: Sequence[native.Part]
     _kept: object
     """What owns the memory that the table points to."""
+    _first_part: int = 0
+    """Parts of a frame before those that are handed out here."""
+    _is_shifted: bool = False
+    """Whether ``_steps`` are by block instead, from where any piece of block 0 goes to where its does."""
 
     def pieces(self, block: int) -> NDArray[np.int64]:
         """Return the table for one block. Raises ``ValueError`` if there is no room for it."""
@@ -100,12 +127,27 @@ class Places:
             msg = f"there is room for {self.blocks} blocks, found number {block}"
             raise ValueError(msg)
         table = self._table.copy()
-        table[:, _PLACE] += block * self._steps
+        table[:, _PLACE] += self._steps[block] if self._is_shifted else block * self._steps
         return table
 
-    def reader(self, shape: native.FrameShape) -> native.FrameReader:
+    def reader(
+        self, shape: native.FrameShape, *, any_parent: bool = False, checks_first: bool = False
+    ) -> native.FrameReader:
         """Return what reads frames of a shape to these places."""
-        return native.FrameReader(shape, self._parts, self._table, self._steps, self.blocks)
+        return native.FrameReader(
+            *(shape, self._parts, self._table, self._steps, self.blocks),
+            first_part=self._first_part,
+            is_shifted=self._is_shifted,
+            any_parent=any_parent,
+            checks_first=checks_first,
+        )
+
+    def take(self, frame: memoryview, sums: Sequence[int], block: int) -> bool:
+        """Hand out parts of a frame, verified; say whether they have their sums among ``sums``."""
+        stop = self._first_part + len(self._parts)
+        return native.read_parts(
+            frame, self._parts, sums[self._first_part : stop], self.pieces(block)
+        )
 
 
 def _unit(entries: int) -> int:
@@ -162,8 +204,10 @@ class Frames(Protocol):
         """Return the format that a frame says it has, which checks it, reads it and hands it out."""
         ...
 
-    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Any:
-        """Return what ``scatter`` takes as the place of entries."""
+    def entries_target(
+        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+    ) -> Any:
+        """Return what ``scatter`` takes as the place of entries, of those of a wave if one is given."""
         ...
 
     def reader(self, target: Any) -> native.FrameReader | None:
@@ -174,8 +218,17 @@ class Frames(Protocol):
         """Hand out a payload, verified on the way; return what is wrong with it, or None."""
         ...
 
-    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
-        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""
+    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
+        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group, of a wave or all."""
+        ...
+
+    def waves(self, blocks: int) -> Sequence[Wave]:
+        """Return the waves of so many blocks: all parts, in the order of their layers."""
+        ...
+
+    @property
+    def whole(self) -> Wave:
+        """All parts as one wave."""
         ...
 
 
@@ -223,6 +276,27 @@ class FrameFormat:
             offset += size
         self.frame_bytes = offset
         self.payload_bytes = offset - self.payload_offset
+
+    @property
+    def whole(self) -> Wave:
+        """All parts as one wave."""
+        bounds = self.part_bounds[0][0], self.part_bounds[-1][1]
+        return Wave(0, self.part_count, tuple(self._members), bounds)
+
+    def waves(self, blocks: int) -> tuple[Wave, ...]:
+        """Return the waves of so many blocks: all parts, in the order of their layers.
+
+        A wave is as many layers as it takes to be worth setting up, and in each block a read of its own.
+        """
+        least = max(WAVE_BLOCK_BYTES, -(-WAVE_BYTES // max(1, blocks)))
+        waves: list[Wave] = []
+        first, owners = 0, tuple(self._members)
+        for stop, (_, end) in enumerate(self.part_bounds, 1):
+            start = self.part_bounds[first][0]
+            if end - start >= least or stop == self.part_count:
+                waves.append(Wave(first, stop, owners[first:stop], (start, end)))
+                first = stop
+        return tuple(waves)
 
     def _members_of(self, layer: int) -> tuple[LayerGroup, ...]:
         """Groups that a layer owns, those of one compression ratio together."""
@@ -404,14 +478,17 @@ class FrameFormat:
         Cost: one pass over the payload; each byte is summed when it is copied or unpacked.
         """
         sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
-        is_good = native.read_parts(frame, target._parts, sums, target.pieces(block))  # noqa: SLF001
-        return None if is_good else "checksum"
+        return None if target.take(frame, sums, block) else "checksum"
 
-    def reader(self, target: Places) -> native.FrameReader | None:
+    def reader(
+        self, target: Places, *, any_parent: bool = False, checks_first: bool = False
+    ) -> native.FrameReader | None:
         """Return what reads many frames from a file to a target at once.
 
         It takes a frame for good exactly if :meth:`head_fault` and :meth:`scatter` find no fault.
-        None on a machine whose integers are not those of a frame.
+        None on a machine whose integers are not those of a frame. ``any_parent`` is for blocks whose
+        hash does not depend on their parent. With ``checks_first`` the place of a bad frame keeps what
+        it held.
         """
         if sys.byteorder != "little":
             return None
@@ -422,19 +499,22 @@ class FrameFormat:
         shape = native.FrameShape(
             self.frame_bytes, self.block_tokens, self.payload_offset, head[:_HASHES_OFFSET]
         )
-        return target.reader(shape)
+        return target.reader(shape, any_parent=any_parent, checks_first=checks_first)
 
-    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
-        """Return a target of entries as they are stored.
+    def entries_target(
+        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+    ) -> Places:
+        """Return a target of entries as they are stored, of those of a wave if one is given.
 
         Shapes:
             ``entries[group]`` is uint8 ``[layers, n, entry_bytes]``, contiguous along the last
             axis; or ``[pages, layers, entries of a block, entry_bytes]``, and blocks are pages.
+            ``layers`` are those of the group, in its order; of a wave only those that are in it.
 
         Raises:
             ValueError: naming what was found and what was expected.
         """
-        return self.mixed_target(entries, {})
+        return self.mixed_target(entries, {}, wave)
 
     def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
         """Return a source of entries as they are to be stored.
@@ -445,7 +525,41 @@ class FrameFormat:
         Raises:
             ValueError: naming what was found and what was expected.
         """
-        return self._places(entries, {}, dict.fromkeys(self.entries, _BYTES), is_output=False)
+        return self._places(entries, {}, dict.fromkeys(self.entries, _BYTES), None, is_output=False)
+
+    def apart_target(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
+        """Return a target of blocks that each lie in memory of their own, for one group of one layer.
+
+        Shapes:
+            each uint8 ``[payload_bytes]``, contiguous and writable.
+
+        Raises:
+            ValueError: naming what was found and what was expected.
+        """
+        return self._apart(blocks, is_output=True)
+
+    def apart_source(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
+        """Return a source of such blocks, which may be read-only and share memory."""
+        return self._apart(blocks, is_output=False)
+
+    def _apart(self, blocks: Sequence[NDArray[np.uint8]], *, is_output: bool) -> Places:
+        (group,) = self.layout.global_groups
+        (_,) = group.layers
+        views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
+        for number, view in enumerate(views):
+            (check_out if is_output else check_in)(view, f"block {number}", (self.payload_bytes,))
+        first = views[0].reshape(1, -1, group.entry_bytes)
+        places = self._places(
+            {group.name: first}, {}, {group.name: _BYTES}, None, is_output=is_output
+        )
+        starts = np.array([view.__array_interface__["data"][0] for view in views], np.int64)
+        return replace(
+            places,
+            blocks=len(views),
+            _steps=starts - starts[0],
+            _kept=(places._kept, views),  # noqa: SLF001
+            _is_shifted=True,
+        )
 
     def values_target(self, values: Mapping[str, Array]) -> Places:
         """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.
@@ -464,7 +578,10 @@ class FrameFormat:
         return self.mixed_target({}, values)
 
     def mixed_target(
-        self, entries: Mapping[str, NDArray[np.uint8]], values: Mapping[str, Array]
+        self,
+        entries: Mapping[str, NDArray[np.uint8]],
+        values: Mapping[str, Array],
+        wave: Wave | None = None,
     ) -> Places:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
@@ -478,19 +595,23 @@ class FrameFormat:
             if isinstance(codec, PackedCodec):
                 view = host_view(array, f"group {name!r}", FLOATS)
                 codecs[name] = codec.kernel.prepared(view.dtype)
-        return self._places({**entries, **values}, codecs, dtypes, is_output=True)
+        return self._places({**entries, **values}, codecs, dtypes, wave, is_output=True)
 
     def _places(
         self,
         arrays: Mapping[str, Array],
         codecs: Mapping[str, native.Prepared],
         dtypes: Mapping[str, Sequence[str]],
+        wave: Wave | None,
         *,
         is_output: bool,
     ) -> Places:
         blocks: list[int] = []
         views: dict[str, NDArray[np.generic]] = {}
+        layers_of = self._layers(wave)
         for group in self.layout.global_groups:
+            if not layers_of[group.name]:
+                continue
             role, count = f"group {group.name!r}", self.entries[group.name]
             view = host_view(arrays[group.name], role, dtypes[group.name]).data
             if view.ndim == 3:  # [layers, n, length] as [blocks, layers, entries, length]
@@ -502,7 +623,7 @@ class FrameFormat:
                 blocks.append(view.shape[0])
             length = group.entry_bytes if dtypes[group.name] == _BYTES else group.values
             (check_out if is_output else check_in)(
-                view, role, (blocks[-1], len(group.layers), count, length)
+                view, role, (blocks[-1], len(layers_of[group.name]), count, length)
             )
             views[group.name] = view
         if is_output:
@@ -511,13 +632,17 @@ class FrameFormat:
         rows: list[tuple[int, ...]] = []
         steps: list[int] = []
         parts: list[native.Part] = []
-        for (layer, members), bounds in zip(self._members.items(), self.part_bounds, strict=True):
+        chosen = slice(None) if wave is None else slice(wave.start, wave.stop)
+        numbered = zip(self._members.items(), self.part_bounds, strict=True)
+        for (layer, members), bounds in list(numbered)[chosen]:
             first = len(rows)
             for group in members:
                 view, codec = views[group.name], codecs.get(group.name)
                 count = self.entries[group.name]
                 unit = _unit(count)
-                address = addresses[group.name] + group.layers.index(layer) * view.strides[1]
+                address = (
+                    addresses[group.name] + layers_of[group.name].index(layer) * view.strides[1]
+                )
                 for length in (group.values,) if codec else group.planes:
                     shape = (codec.address if codec else 0, count // unit, unit, length)
                     rows.append((*shape, address, view.strides[2]))
@@ -526,13 +651,24 @@ class FrameFormat:
             parts.append(native.Part(*bounds, first, len(rows)))
         table = np.array(rows, np.int64)
         kept = (tuple(views.values()), tuple(codecs.values()))
-        return Places(min(blocks), table, np.array(steps, np.int64), tuple(parts), kept)
+        steps_of = np.array(steps, np.int64)
+        before = 0 if wave is None else wave.start
+        return Places(min(blocks), table, steps_of, tuple(parts), kept, before)
 
-    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
-        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group."""
+    def _layers(self, wave: Wave | None) -> dict[str, list[int]]:
+        """Return the layers of each group, in its order; of a wave only those that are in it."""
+        return {
+            group.name: [n for n in group.layers if wave is None or n in wave.layers]
+            for group in self.layout.global_groups
+        }
+
+    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
+        """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group, of a wave or all."""
+        layers_of = self._layers(wave)
         return {
             group.name: np.empty(
-                (len(group.layers), blocks * self.entries[group.name], group.entry_bytes), np.uint8
+                (len(layers_of[group.name]), blocks * self.entries[group.name], group.entry_bytes),
+                np.uint8,
             )
             for group in self.layout.global_groups
         }

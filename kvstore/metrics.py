@@ -68,6 +68,8 @@ class Metrics:
     """By reason: queue_full, no_parent, no_room, not_written, write_error, reader, closed."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By what failed: header, identity, tokens, checksum, parent, missing, io."""
+    late_blocks: int = 0
+    """Blocks of hits that were not read because a deadline came first."""
     scrubbed_blocks: int = 0
     """Blocks that the background scrub read."""
     evicted_blocks: Counter[str] = field(default_factory=Counter)
@@ -139,6 +141,7 @@ class Metrics:
             "present_blocks": self.present_blocks,
             "dropped_blocks": {**self.dropped_blocks, "total": self.dropped_blocks.total()},
             "corrupt_blocks": {**self.corrupt_blocks, "total": self.corrupt_blocks.total()},
+            "late_blocks": self.late_blocks,
             "scrubbed_blocks": self.scrubbed_blocks,
             "evicted_blocks": dict(self.evicted_blocks),
             "expired_leases": self.expired_leases,

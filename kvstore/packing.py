@@ -19,7 +19,7 @@ from kvstore.codec.arrays import numpy_dtype
 from kvstore.codec.packed import PackedCodec, PackStats
 from kvstore.codec.raw import DTYPES
 from kvstore.errors import ConfigError
-from kvstore.frame import FrameFormat, Frames, Header, Places
+from kvstore.frame import FrameFormat, Frames, Header, Places, Wave
 from kvstore.layout import SCALE_RULES, Layout
 
 
@@ -152,11 +152,23 @@ class PackingFormat:
             return self.packed.encode(header, tokens, source.packed, 0)
         return self.lossless.encode(header, tokens, source.lossless, block)
 
-    def entries_target(self, entries: Mapping[str, NDArray[np.uint8]]) -> PackingTarget:
+    @property
+    def whole(self) -> Wave:
+        """All parts as one wave."""
+        return self.lossless.whole
+
+    def waves(self, blocks: int) -> tuple[Wave, ...]:
+        """Return all parts as one wave, since frames of two kinds are read whole."""
+        del blocks
+        return (self.whole,)
+
+    def entries_target(
+        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+    ) -> PackingTarget:
         """Return a target of entries in the engine's form; as :meth:`FrameFormat.entries_target`."""
-        lossless = self.lossless.entries_target(entries)
+        lossless = self.lossless.entries_target(entries, wave)
         numbers = {name: entries[name].view(dtype) for name, (_, dtype) in self._codecs.items()}
-        return PackingTarget(self.packed.mixed_target(entries, numbers), lossless)
+        return PackingTarget(self.packed.mixed_target(entries, numbers, wave), lossless)
 
     def reader(self, target: PackingTarget) -> None:
         """Return None: frames of two kinds are read one by one."""
@@ -167,9 +179,9 @@ class PackingFormat:
         place = target.packed if found is self.packed else target.lossless
         return found.scatter(frame, place, block)
 
-    def empty(self, blocks: int) -> dict[str, NDArray[np.uint8]]:
+    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries in the engine's form for ``blocks`` blocks, by group."""
-        return self.lossless.empty(blocks)
+        return self.lossless.empty(blocks, wave)
 
 
 def frames_of(layout: Layout, block_tokens: int, packing: Packing | None) -> Frames:

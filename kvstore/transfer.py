@@ -7,6 +7,7 @@ is the business of the callback that the cache hands over.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -315,3 +316,140 @@ class TaskThread:
                     return
                 task = self._tasks.popleft()
             task()
+
+
+class Errand:
+    """A list of places ``[0, count)`` that whoever comes along works through, run by run, in order.
+
+    ``work(first, stop)`` does one run and returns where it ended; a run that ends early, or raises,
+    is the last that counts. Runs are begun in order, so what is done from the start on without a gap
+    is known at any time.
+
+    Threads: any number may help at once.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        run: int,
+        work: Callable[[int, int], int],
+        *,
+        deadline: float = math.inf,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        """``deadline`` is of ``time.monotonic``. Past it, or once cancelled, no run is begun."""
+        self._run = run
+        self._work = work
+        self._deadline = deadline
+        self._is_cancelled = is_cancelled
+        self._changed = threading.Condition()
+        self._next = 0
+        self._end = self.count = count
+        """No place from here on is begun or counts."""
+        self._underway: set[int] = set()
+        self._error: BaseException | None = None
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are in all."""
+        return -(-self.count // self._run)
+
+    def help(self) -> None:
+        """Do runs until none is left to begin."""
+        while (first := self._take()) is not None:
+            end = first
+            try:
+                end = self._work(first, min(first + self._run, self.count))
+            except BaseException as error:  # its thread must live: raised by ``finish``
+                self._error = error
+            with self._changed:
+                self._underway.discard(first)
+                if end < min(first + self._run, self.count):
+                    self._end = min(self._end, end)
+                self._changed.notify_all()
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self._has_begun:
+                return None
+            first = self._next
+            self._next = min(first + self._run, self.count)
+            self._underway.add(first)
+            return first
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether every run is begun that will be."""
+        return (
+            self._next >= self._end
+            or time.monotonic() >= self._deadline
+            or (self._is_cancelled is not None and self._is_cancelled())
+        )
+
+    def finish(self, *, leaves: bool = False) -> int:
+        """Wait for what is underway; return up to where all is done.
+
+        Who ``leaves`` does so at the deadline; runs that are underway then do not count.
+        """
+        with self._changed:
+            seconds = max(0.0, self._deadline - time.monotonic()) if leaves else math.inf
+            timeout = seconds if seconds < threading.TIMEOUT_MAX else None
+            self._changed.wait_for(lambda: not self._underway and self._has_begun, timeout)
+            self._end = min(self._end, self._next, *self._underway)
+            if self._error is not None:
+                raise self._error
+            return self._end
+
+
+class Crew:
+    """Threads that help with errands, made when first asked.
+
+    Who has an errand works on it too, so nobody waits for a thread that is busy; only who leaves at a
+    deadline does not, as a disk may hang.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """``threads`` besides their callers' own; 0 for none."""
+        self._name = name
+        self._threads = threads
+        self._waiting: deque[Errand] = deque()
+        self._changed = threading.Condition()
+        self._started = 0
+        self._is_closing = False
+
+    def begin(self, errand: Errand) -> None:
+        """Let threads begin with an errand; how many come depends on who is free."""
+        wanted = min(self._threads, errand.runs)
+        with self._changed:
+            if self._is_closing:
+                return
+            while self._started < wanted:
+                self._started += 1
+                name = f"{self._name}-{self._started}"
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+            self._waiting.extend([errand] * wanted)
+            self._changed.notify(wanted)
+
+    def finish(self, errand: Errand, *, leaves: bool = False) -> int:
+        """Help with an errand and wait for its end; who ``leaves`` at its deadline does not help.
+
+        Where there are no threads, who leaves helps too, and is held up by a run that hangs.
+        """
+        if not (leaves and self._threads):
+            errand.help()
+        return errand.finish(leaves=leaves)
+
+    def close(self) -> None:
+        """Let the threads end when they are through with what they do."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    return
+                errand = self._waiting.popleft()
+            errand.help()

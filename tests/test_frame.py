@@ -617,3 +617,106 @@ def test_other_hashes_ids_and_formats_are_not_taken(tmp_path: Path) -> None:
     assert reader is not None
     with path.open("rb") as file, pytest.raises(ValueError, match="of hashes and 40 ids for 6"):
         reader.read(file.fileno(), np.zeros(6, np.int64), b"".join(CHAIN), tokens[:40], 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens"), [(V41, 128), (mixed_layout(), 8), (mixed_layout(), 256)]
+)
+def test_waves_together_are_the_whole_and_each_is_read_alone(
+    tmp_path: Path, layout: Layout, block_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of other waves are neither read nor missed: they may be damaged."""
+    monkeypatch.setattr("kvstore.frame.WAVE_BLOCK_BYTES", 1)
+    frames = FrameFormat(layout, block_tokens)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    waves = frames.waves(1 << 30)
+    assert len(waves) == frames.part_count > 1
+    assert [layer for wave in waves for layer in wave.layers] == list(frames.whole.layers)
+    assert frames.waves(0) == (frames.whole,)
+    data = path.read_bytes()
+    for wave in waves:
+        other = bytearray(data)
+        for number in range(6):
+            at = 3 + number * (frames.frame_bytes + 3)
+            for place in range(at + frames.payload_offset, at + frames.frame_bytes):
+                if not wave.bounds[0] <= place - at < wave.bounds[1]:
+                    other[place] ^= 0x55
+        path.write_bytes(other)
+        room = frames.empty(6, wave)
+        reader = frames.reader(frames.entries_target(room, wave))
+        assert reader is not None
+        offsets = 3 + np.arange(6, dtype=np.int64) * (frames.frame_bytes + 3)
+        with path.open("rb") as file:
+            assert reader.read(file.fileno(), offsets, b"".join(CHAIN), tokens, 0) == 6
+        again = frames.empty(6, wave)
+        for number in range(6):
+            frame = memoryview(other)[offsets[number] : offsets[number] + frames.frame_bytes]
+            assert frames.scatter(frame, frames.entries_target(again, wave), number) is None
+        for group in frames.layout.global_groups:
+            rows = [at for at, layer in enumerate(group.layers) if layer in wave.layers]
+            np.testing.assert_array_equal(room[group.name], entries[group.name][rows])
+            np.testing.assert_array_equal(again[group.name], entries[group.name][rows])
+        for place in {wave.bounds[0], wave.bounds[1] - 1}:
+            bad = bytearray(other)
+            bad[offsets[4] + place] ^= 1
+            path.write_bytes(bad)
+            with path.open("rb") as file:
+                assert reader.read(file.fileno(), offsets, b"".join(CHAIN), tokens, 0) == 4
+    path.write_bytes(data)
+
+
+def test_blocks_lie_apart_and_a_bad_one_leaves_its_place_alone(tmp_path: Path) -> None:
+    """Every byte of a frame, flipped; only the parent is any, where it is not asked for."""
+    group = kvstore.LayerGroup(name="b", layers=(0,), values=257, entry_format="u8")
+    layout = Layout(model="keyed", groups=(group,))
+    frames = FrameFormat(layout, 3)
+    path, entries, tokens = chain_of_frames(frames, tmp_path)
+    blocks = list(entries["b"][0].reshape(6, -1))
+    source = frames.apart_source([block.copy() for block in blocks])
+    data = path.read_bytes()
+    offsets = 3 + np.arange(6, dtype=np.int64) * (frames.frame_bytes + 3)
+    for number in range(6):
+        frame = memoryview(data)[offsets[number] : offsets[number] + frames.frame_bytes]
+        header = frames.header(frame)
+        assert header is not None
+        again = frames.encode(header, tokens[3 * number : 3 * number + 3], source, number)
+        assert bytes(again) == bytes(frame)
+    memory = np.full((13, frames.payload_bytes), 0xA5, np.uint8)
+    order = [7, 1, 11, 3, 5, 9]
+    reader = frames.reader(
+        frames.apart_target([memory[n] for n in order]), any_parent=True, checks_first=True
+    )
+    assert reader is not None
+    hashes = b"any".ljust(32) + b"".join(CHAIN[1:])
+    with path.open("rb") as file:
+        assert reader.read(file.fileno(), offsets, hashes, tokens, 0) == 6
+        for number, place in enumerate(order):
+            np.testing.assert_array_equal(memory[place], blocks[number])
+        assert (np.delete(memory, order, axis=0) == 0xA5).all()
+        with pytest.raises(ValueError, match="places for 6 blocks, found 6 from 1 on"):
+            reader.read(file.fileno(), offsets, hashes, tokens, 1)
+        parent = range(64, 96)
+        for byte in range(frames.frame_bytes):
+            bad = bytearray(data)
+            bad[offsets[2] + byte] ^= 0x10
+            path.write_bytes(bad)
+            memory[:] = 0xA5
+            assert reader.read(file.fileno(), offsets, hashes, tokens, 0) == 2, byte
+            assert (memory[order[2:]] == 0xA5).all(), byte
+        for byte in parent:  # another parent, in an intact frame
+            bad = bytearray(data[offsets[2] : offsets[2] + frames.frame_bytes])
+            bad[byte] ^= 0x10
+            frames.renumber(bad, 0)
+            path.write_bytes(data[: offsets[2]] + bad + data[offsets[2] + frames.frame_bytes :])
+            assert reader.read(file.fileno(), offsets, hashes, tokens, 0) == 6
+    with pytest.raises(ValueError, match="block 1"):
+        frames.apart_target([memory[0], memory[1, :-1]])
+
+
+def test_places_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    frames = FrameFormat(mixed_layout(), 8)
+    path, _, tokens = chain_of_frames(frames, tmp_path)
+    reader = frames.reader(frames.entries_target(frames.empty(5)))
+    assert reader is not None
+    with path.open("rb") as file, pytest.raises(ValueError, match="for 5 blocks, found 6 from 0"):
+        reader.read(file.fileno(), np.zeros(6, np.int64), b"".join(CHAIN), tokens, 0)

@@ -18,7 +18,9 @@ from kvstore.cache.context import Context
 from kvstore.cache.entries import Stored
 from kvstore.cache.match import Hold
 from kvstore.cache.prefix import Prefix
-from kvstore.frame import Frames
+from kvstore.cache.reading import Limits
+from kvstore.frame import Frames, Wave
+from kvstore.layout import LayerGroup, Layout
 from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class Tiers(Protocol):
         """Queue blocks."""
         ...
 
-    def read_blocks(
+    def begin_read(
         self,
         prefix: Prefix,
         resident: Mapping[str, int],
@@ -99,8 +101,11 @@ class Tiers(Protocol):
         stop: int,
         entries: Mapping[str, NDArray[np.uint8]],
         /,
-    ) -> int:
-        """Copy verified blocks to host entries; return where that ended."""
+        *,
+        wave: Wave | None = None,
+        limits: Limits | None = None,
+    ) -> Callable[[], int]:
+        """Begin to copy verified blocks to host entries; return what waits and says where it ended."""
         ...
 
     def release(self, hold: Hold, /) -> None:
@@ -132,6 +137,17 @@ class Load:
     start: int
     stop: int
     hold: Hold
+    deadline: float = math.inf
+    """Of ``time.monotonic``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a load reads at a time: blocks ``[first, stop)`` of a wave."""
+
+    wave: Wave
+    first: int
+    stop: int
 
 
 class Jobs:
@@ -230,48 +246,70 @@ class Jobs:
         )
 
     def _load(self, job: Job, load: Load) -> None:
-        size = self._block_tokens
-        at, stop, done = load.start // size, load.stop // size, load.start
+        """Bring wave after wave, each of all blocks: while one piece is copied the next one is read.
+
+        A block that turns out bad ends what counts, also where earlier waves had it. With a deadline
+        there is one wave, of all layers, so that what came in time is of use.
+        """
+        size, frames = self._block_tokens, self._tiers.format
+        first, end = load.start // size, -(-load.stop // size)
+        waves = frames.waves(end - first) if load.deadline == math.inf else (frames.whole,)
+        pieces = [piece for wave in waves for piece in self._pieces(wave, first, end)]
+        sizes = [(piece.stop - piece.first) * piece.wave.block_bytes for piece in pieces]
+        most = max(sizes, default=0)
+        stages = [_Stage(frames, most) for _ in pieces[:2]]
+        limits = Limits(load.deadline, lambda: job.is_cancelled)
+        done, underway = load.start, None
         try:
-            while at < stop and not job.is_cancelled:
-                until = min(stop, at + self._chunk)
-                entries = self._tiers.format.empty(until - at)
-                have = self._tiers.read_blocks(load.prefix, load.resident, at, until, entries)
-                begin, end = max(load.start, at * size), have * size
-                if begin < end and self._copy(job, load, entries, at * size, begin, end):
-                    done = end
-                at = until if have == until else stop
+            for number, piece in enumerate([*pieces, None]):
+                begun = None
+                if piece is not None and piece.first < end and not job.is_cancelled:
+                    stop = min(piece.stop, end)
+                    room = stages[number % 2].room(piece.wave, stop - piece.first)
+                    wait = self._tiers.begin_read(
+                        *(load.prefix, load.resident, piece.first, stop, room),
+                        wave=piece.wave,
+                        limits=limits,
+                    )
+                    begun = piece, room, wait
+                if underway is not None:
+                    before, room, wait = underway
+                    have = wait()
+                    end = min(end, have) if have < before.stop else end
+                    until = min(min(have, end) * size, load.stop)
+                    if self._copy(job, load, before, room, until) and before.wave is waves[-1]:
+                        done = max(done, until)
+                underway = begun
         finally:
             self._tiers.release(load.hold)
             self._conclude(job, load, done)
+
+    def _pieces(self, wave: Wave, first: int, stop: int) -> list[_Piece]:
+        """Cut blocks ``[first, stop)`` of a wave into pieces that each fit into half of the memory."""
+        step = max(1, STAGING_BYTES // 2 // max(1, wave.block_bytes))
+        return [_Piece(wave, at, min(stop, at + step)) for at in range(first, stop, step)]
 
     def _copy(
         self,
         job: Job,
         load: Load,
+        piece: _Piece,
         entries: Mapping[str, NDArray[np.uint8]],
-        base: int,
-        begin: int,
-        end: int,
+        until: int,
     ) -> bool:
-        """Copy tokens ``[begin, end)`` layer by layer; say whether all of them were.
-
-        ``entries`` start at token ``base``.
-        """
-        groups = self._tiers.format.layout.global_groups
-        order = sorted(
-            (layer, number, position)
-            for number, group in enumerate(groups)
-            for position, layer in enumerate(group.layers)
-        )
-        for layer, number, position in order:
+        """Copy a piece's tokens below ``until`` layer by layer; say whether all of them were."""
+        base = piece.first * self._block_tokens
+        begin = max(load.start, base)
+        if until <= begin:
+            return False
+        is_last = until == load.stop
+        for layer, group, row in _in_order(self._tiers.format.layout, piece.wave):
             if job.is_cancelled:
                 return False
-            group = groups[number]
             ratio = group.tokens_per_entry
-            rows = entries[group.name][position, (begin - base) // ratio : (end - base) // ratio]
-            load.target.scatter(group, position, begin // ratio, rows)
-            if end == load.stop:
+            rows = entries[group.name][row, (begin - base) // ratio : (until - base) // ratio]
+            load.target.scatter(group, group.layers.index(layer), begin // ratio, rows)
+            if is_last:
                 job.mark_ready(group.name, layer)
         return True
 
@@ -279,3 +317,34 @@ class Jobs:
         size = self._block_tokens
         job.loaded_tokens = done
         job.failed_blocks = tuple(range(done // size, load.stop // size))
+
+
+class _Stage:
+    """Host memory that pieces of a load pass through, one after the other."""
+
+    def __init__(self, frames: Frames, size: int) -> None:
+        self._frames = frames
+        self._memory = np.empty(size, np.uint8)
+
+    def room(self, wave: Wave, blocks: int) -> dict[str, NDArray[np.uint8]]:
+        """Return room for the entries of some blocks of a wave; it takes the place of the last one."""
+        found, at = {}, 0
+        for name, shape in self._frames.empty(0, wave).items():
+            layers, _, entry_bytes = shape.shape
+            rows = blocks * self._frames.entries[name]
+            size = layers * rows * entry_bytes
+            found[name] = self._memory[at : at + size].reshape(layers, rows, entry_bytes)
+            at += size
+        return found
+
+
+def _in_order(layout: Layout, wave: Wave) -> list[tuple[int, LayerGroup, int]]:
+    """Return the layers of a wave with their groups, and their rows in the group's entries, in order."""
+    return sorted(
+        (
+            (layer, group, row)
+            for group in layout.global_groups
+            for row, layer in enumerate(n for n in group.layers if n in wave.layers)
+        ),
+        key=lambda found: found[0],
+    )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache.keys import GROUP, KEYS_NAMESPACE, KEYS_ROOT, KeyChain, NamedBlock, key_of
+from kvstore.cache.keys import KEYS_NAMESPACE, KEYS_ROOT, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
@@ -56,6 +56,7 @@ class KeyedBlocks(OpenStore):
         on_removed: Callable[[BlockKey], object] | None = None,
         scrub_bytes_per_second: int = 0,
     ) -> None:
+        self._frames = frame_format
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
         self._putting = threading.Lock()
@@ -162,10 +163,11 @@ class KeyedBlocks(OpenStore):
         below = KEYS_ROOT if parent is None else parent.hash
         chain = KeyChain(above, below, blocks[at:stop])
 
+        source = self._frames.apart_source(sources[at:stop])
+
         def encode(header: Header) -> bytearray:
             number = header.number - chain.first
-            source = self.format.entries_source({GROUP: sources[at + number].reshape(1, 1, -1)})
-            return self.format.encode(header, chain.blocks[number].words, source, 0)
+            return self.format.encode(header, chain.blocks[number].words, source, number)
 
         owned.store(
             *(chain, KEYS_NAMESPACE, encode, chain.first),
@@ -206,34 +208,49 @@ class KeyedBlocks(OpenStore):
     ) -> list[bool]:
         good = [False] * len(blocks)
         bad: list[tuple[NamedBlock, str]] = []
+        if not wanted:
+            return self._counted(good, 0.0)
+        asked = [blocks[place] for place in wanted]
+        target = self._frames.apart_target([targets[place] for place in wanted])
+        # Checked before they are copied: a caller's buffer holds the block, or what it held.
+        reader = self._frames.reader(target, any_parent=True, checks_first=True)
         done = 0
 
         def take(i: int, frame: memoryview) -> str | None:
-            place = wanted[done + i]
-            block, entries = blocks[place], {GROUP: targets[place].reshape(1, 1, -1)}
-            target = self.format.entries_target(entries)
-            # Verified before the copy too: a caller's buffer holds the block, or what it held.
+            block = asked[done + i]
             fault = self.format.form_of(frame).fault(frame, block.hash, None, block.words)
-            fault = fault or self.format.scatter(frame, target, 0)
-            good[place] = fault is None
-            return fault
+            return fault or self.format.scatter(frame, target, done + i)
+
+        def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
+            assert reader is not None
+            some = asked[done + i : done + i + len(offsets)]
+            hashes = KEYS_ROOT + b"".join([block.hash for block in some])  # no parent is asked for
+            ids = np.concatenate([block.words for block in some])
+            return reader.read(file, offsets, hashes, ids, done + i)
 
         began = time.perf_counter()
-        while done < len(wanted):
-            result = self.ssd.read([blocks[i].key for i in wanted[done:]], take)
+        while done < len(asked):
+            keys = [block.key for block in asked[done:]]
+            result = self.ssd.read(keys, take, take_many if reader is not None else None)
+            for place in wanted[done : done + result.count]:
+                good[place] = True
             done += result.count
             if result.fault is not None:
-                bad.append((blocks[wanted[done]], result.fault))
+                bad.append((asked[done], result.fault))
                 done += 1
         for block, found in bad:  # now: what hangs on them was served, and goes with them
             self._discard(block, found)
+        return self._counted(good, time.perf_counter() - began)
+
+    def _counted(self, good: list[bool], seconds: float) -> list[bool]:
+        """Count what was asked for, and return it."""
         count = sum(good)
         with self.context.lock:
             self.metrics.lookups += 1
             self.metrics.hit_blocks += count
-            self.metrics.missed_blocks += len(blocks) - count
+            self.metrics.missed_blocks += len(good) - count
             self.metrics.read_bytes += count * self.format.frame_bytes
-            self.metrics.read_seconds += time.perf_counter() - began
+            self.metrics.read_seconds += seconds
         return good
 
     def _discard(self, block: NamedBlock, fault: str) -> None:

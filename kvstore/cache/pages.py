@@ -13,6 +13,7 @@ from kvstore.cache.context import Context
 from kvstore.cache.match import Hold
 from kvstore.cache.prefix import Prefix
 from kvstore.errors import CapacityError
+from kvstore.frame import Wave
 from kvstore.index import GONE, NEVER, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
 
 Fetch = Callable[[Prefix, int, int, Callable[[int, memoryview], str | None]], int]
-"""Read blocks ``[start, stop)`` of a prefix, verified, handing each to a taker; return where that
-ended."""
+"""Read blocks ``[start, stop)`` of a prefix, verified, handing each with its number to a taker, in any
+order; return where that ended."""
 Expiry = Callable[[Prefix, int], float]
 """Say until when the medium keeps the first blocks of a prefix."""
 
@@ -59,7 +60,7 @@ class DevicePages:
                 fresh = self._take_pages(hit - have)
             stop = have
             if fresh:
-                take = lambda i, frame: self.tier.write(fresh[i], frame)  # noqa: E731
+                take = lambda n, frame: self.tier.write(fresh[n - have], frame)  # noqa: E731
                 stop = fetch(prefix, have, have + len(fresh), take)
         except BaseException:
             with self._context.lock:
@@ -164,6 +165,7 @@ class DevicePages:
         stop: int,
         entries: Mapping[str, NDArray[np.uint8]],
         offset: int,
+        wave: Wave | None = None,
     ) -> int:
         """Copy blocks ``[first, stop)`` to host entries that start at block ``offset``.
 
@@ -175,7 +177,7 @@ class DevicePages:
             pages = [self._page_of[prefix.key(number)] for number in range(first, have)]
         try:
             for number, page in enumerate(pages, first):
-                self.tier.read(page, entries, number - offset)
+                self.tier.read(page, entries, number - offset, wave)
         finally:
             with self._context.lock:
                 self._release(hold)

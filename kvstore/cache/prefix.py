@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan, block_key
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan
 from kvstore.hash import HashRun
 
 
@@ -62,7 +62,15 @@ class Prefix:
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
-        return block_key(self.hashes[number])
+        return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+
+    def keys(self, first: int, stop: int) -> list[BlockKey]:
+        """Keys of blocks ``[first, stop)``."""
+        path = self.path
+        return [
+            BlockKey(path[at : at + KEY_BYTES])
+            for at in range(first * KEY_BYTES, stop * KEY_BYTES, KEY_BYTES)
+        ]
 
     def hash_of(self, number: int) -> BlockHash:
         """Hash of block ``number``."""

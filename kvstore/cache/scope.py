@@ -6,6 +6,7 @@ It turns tokens into identities, checks arguments, and leaves the rest to the sh
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from numbers import Integral
@@ -180,23 +181,36 @@ class Scope:
         """Forget the match that ``lookup`` gave to ``request_id``."""
         self._shared.forget_request((self._root, request_id))
 
-    def read(self, match: Match) -> Entries:
+    def read(self, match: Match, timeout: float | None = None) -> Entries:
         """Copy the entries of a match to host arrays, verified.
 
         A bad or missing block shortens the result and the match; it never raises and never
-        half-fills a block.
+        half-fills a block. So does what is not there after ``timeout`` seconds.
+
+        Cost: reads and checks on as many threads as the store was opened with.
         """
         self._shared.guard()
-        return self._shared.read(match)
+        return self._shared.read(match, _timeout(timeout))
 
     @overload
-    def load(self, match: Match) -> PinnedPages: ...
+    def load(self, match: Match, *, timeout: float | None = None) -> PinnedPages: ...
 
     @overload
-    def load(self, match: Match, into: Pages, start: int = 0) -> Job: ...
+    def load(
+        self, match: Match, into: Pages, start: int = 0, *, timeout: float | None = None
+    ) -> Job: ...
 
-    def load(self, match: Match, into: Pages | None = None, start: int = 0) -> PinnedPages | Job:
+    def load(
+        self,
+        match: Match,
+        into: Pages | None = None,
+        start: int = 0,
+        *,
+        timeout: float | None = None,
+    ) -> PinnedPages | Job:
         """Bring a match to where attention reads it.
+
+        After ``timeout`` seconds nothing more is read, and what is there counts.
 
         Without ``into``, promote it into pages of the device tier and return its page table; what
         does not fit between pinned pages, or is bad, shortens the result and the match.
@@ -204,15 +218,19 @@ class Scope:
         With ``into``, copy entries of tokens ``[start, hit)`` into the engine's own pages in the
         background and return the job. What lies below ``start`` is left alone: it may be another
         request's. The job has a pin of its own, so the match need not stay entered, and it never
-        touches the match: ``job.loaded_tokens`` and ``job.failed_blocks`` tell what was bad.
+        touches the match: ``job.loaded_tokens`` and ``job.failed_blocks`` tell what was bad. Layers
+        arrive in their order, each for all tokens, so that ``job.wait_group`` lets an engine begin
+        with the first ones; with a ``timeout`` blocks arrive in their order, of all layers, so that
+        a part is of use.
 
         Raises:
             ValueError: if ``into`` does not fit the layout or lacks pages of the hit, or ``start``
                 is not a multiple of the layout's alignment within the hit.
         """
         self._shared.guard()
+        timeout = _timeout(timeout)
         if into is None:
-            return self._shared.load(match)
+            return self._shared.load(match, timeout)
         start = _place(start, "start of a load", self.layout.alignment, match.hit_tokens)
         target = self._paged(into, start, match.hit_tokens)
         load = Load(
@@ -222,6 +240,7 @@ class Scope:
             start=start,
             stop=match.hit_tokens,
             hold=self._shared.hold_blocks(match),
+            deadline=math.inf if timeout is None else time.monotonic() + timeout,
         )
         return self._shared.jobs.load(load)
 
@@ -547,6 +566,10 @@ def _place(value: object, name: str, unit: int, limit: int) -> int:
         msg = f"{name} must be {what} within {limit} tokens, found {value!r}"
         raise ValueError(msg)
     return place
+
+
+def _timeout(value: float | None) -> float | None:
+    return None if value is None else _seconds(value, "timeout")
 
 
 def _ttl(value: float | None) -> float | None:

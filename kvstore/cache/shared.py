@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +20,13 @@ from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.prefix import Prefix
+from kvstore.cache.reading import Limits, Reads, Take
 from kvstore.errors import StoreError
-from kvstore.frame import Frames, Header
+from kvstore.frame import Frames, Header, Wave
 from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier, TakeMany
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class SharedTiers(OpenStore):
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         scrub_bytes_per_second: int = 0,
+        read_threads: int = 1,
     ) -> None:
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
@@ -73,6 +74,7 @@ class SharedTiers(OpenStore):
             wall_clock=wall_clock,
             scrub_bytes_per_second=scrub_bytes_per_second,
         )
+        self._reads = Reads(self.context, frame_format, ssd, self._discard, read_threads)
         self.jobs = Jobs(self)
 
     # ---- identity ------------------------------------------------------------------------------
@@ -349,11 +351,13 @@ class SharedTiers(OpenStore):
         with self.context.lock:
             return self.owned.known_blocks(prefix)
 
-    def read(self, match: Match) -> Entries:
+    def read(self, match: Match, timeout: float | None = None) -> Entries:
         """Copy a match's entries to host arrays, verified; a bad block shortens the result."""
         hit = match.hit_tokens // self.block_tokens
         entries = self.format.empty(hit)
-        done = self.read_blocks(match.prefix, match.resident_blocks, 0, hit, entries)
+        limits = Limits.within(timeout)
+        begun = self.begin_read(match.prefix, match.resident_blocks, 0, hit, entries, limits=limits)
+        done = begun()
         if done < hit:
             match.shrink(done * self.block_tokens)
             done = min(done, match.hit_tokens // self.block_tokens)  # less if a window is needed
@@ -361,74 +365,49 @@ class SharedTiers(OpenStore):
                 entries[name] = array[:, : done * self.format.entries[name]]
         return Entries(entries, done * self.block_tokens)
 
-    def read_blocks(
+    def begin_read(
         self,
         prefix: Prefix,
         resident: Mapping[str, int],
         first: int,
         stop: int,
         entries: Mapping[str, NDArray[np.uint8]],
-    ) -> int:
-        """Copy verified blocks ``[first, stop)`` to host entries; return where that ended."""
-        done = first
-        nearest = {"ssd": resident.get("ssd", 0)}  # to the host, not to the device
-        for step in plan.loads(stop, nearest | dict(resident)):
-            if step.stop <= first:
-                continue
-            done = self._read_step(prefix, step, first, entries)
-            if done < step.stop:
-                break
-        return done
+        *,
+        wave: Wave | None = None,
+        limits: Limits | None = None,
+    ) -> Callable[[], int]:
+        """Begin to copy verified blocks ``[first, stop)`` to host entries that start at ``first``.
 
-    def _read_step(
-        self, prefix: Prefix, step: plan.Load, first: int, entries: Mapping[str, NDArray[np.uint8]]
-    ) -> int:
-        """Do what of ``step`` lies behind block ``first``, where ``entries`` start."""
-        start = max(step.start, first)
-        if step.tier == "device":
-            assert self.pages is not None
-            return self.pages.read(prefix, start, step.stop, entries, first)
-        target, at = self.format.entries_target(entries), start - first
-        reader = self.format.reader(target)
-
-        def take(i: int, frame: memoryview) -> str | None:
-            return self.format.scatter(frame, target, at + i)
-
-        def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
-            assert reader is not None
-            hashes = prefix.run_of_hashes(start + i, len(offsets))
-            ids = prefix.run_of_ids(start + i, len(offsets))
-            return reader.read(file, offsets, hashes, ids, at + i)
-
-        return self._fetch(prefix, start, step.stop, take, take_many if reader else None)
-
-    def _fetch(
-        self,
-        prefix: Prefix,
-        first: int,
-        stop: int,
-        take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None = None,
-    ) -> int:
-        """Read and verify blocks ``[first, stop)`` from SSD; return the block where that ended.
-
-        ``take`` is given the copies of blocks that are the right ones, verifies their payloads as it
-        hands them out, and returns why one is bad, or None. What it wrote of a bad one is no hit.
+        Returns what waits for its end and returns the block where that was. With a ``wave`` the
+        entries are those of its layers.
         """
+        nearest = {"ssd": resident.get("ssd", 0)}  # to the host, not to the device
+        steps = [step for step in plan.loads(stop, nearest | dict(resident)) if step.stop > first]
+        target = self.format.entries_target(entries, wave)
 
-        def take_right(i: int, frame: memoryview) -> str | None:
-            n = first + i
-            expected = (prefix.hashes[n], prefix.parent_hash(n), prefix.block_ids(n))
-            return self.format.form_of(frame).head_fault(frame, *expected) or take(i, frame)
+        def begin(step: plan.Load) -> Callable[[], int]:
+            start = max(step.start, first)
+            if step.tier == "device":
+                assert self.pages is not None
+                return partial(self.pages.read, prefix, start, step.stop, entries, first, wave)
+            places = (target, start - first)
+            reading = self._reads.into(
+                *(prefix, start, step.stop, *places), wave=wave, limits=limits
+            )
+            return partial(self._reads.finish, reading)
 
-        began = time.perf_counter()
-        result = self.ssd.read([prefix.key(n) for n in range(first, stop)], take_right, take_many)
-        with self.context.lock:
-            self.metrics.read_bytes += result.frame_bytes
-            self.metrics.read_seconds += time.perf_counter() - began
-        if result.fault is not None:
-            self._discard(prefix, first + result.count, result.fault)
-        return first + result.count
+        begun = [begin(step) for step in steps[:1]]  # nearly always all there is
+
+        def finish() -> int:
+            done = first
+            for number, step in enumerate(steps):
+                wait = begun[0] if number == 0 else begin(step)
+                done = wait()
+                if done < step.stop:
+                    break
+            return done
+
+        return finish
 
     def _discard(self, prefix: Prefix, number: int, fault: str) -> None:
         """Count a bad block and, as the owner, remove it and all that hangs on it."""
@@ -478,11 +457,16 @@ class SharedTiers(OpenStore):
         end = self._device_pages().publish(prefix, start // self.block_tokens, ids, pages.hold)
         return end * self.block_tokens
 
-    def load(self, match: Match) -> PinnedPages:
+    def load(self, match: Match, timeout: float | None = None) -> PinnedPages:
         """Promote a match into device pages; what does not fit or is bad shortens the result."""
         pages = self._device_pages()
         hit = match.hit_tokens // self.block_tokens
-        table, hold = pages.load(match.prefix, hit, self._fetch, self._expiry)
+        limits = Limits.within(timeout, may_leave=False)  # pages are another's soon
+
+        def fetch(prefix: Prefix, first: int, stop: int, take: Take) -> int:
+            return self._reads.finish(self._reads.each(prefix, first, stop, take, limits=limits))
+
+        table, hold = pages.load(match.prefix, hit, fetch, self._expiry)
         match.shrink(len(table) * self.block_tokens)
         tokens = min(len(table) * self.block_tokens, match.hit_tokens)  # less if a window is needed
         table = table[: tokens // self.block_tokens]
@@ -557,6 +541,7 @@ class SharedTiers(OpenStore):
         """Return when saves begun before have offered their blocks; for good if ``is_last``."""
         if is_last:
             self.jobs.close()
+            self._reads.close()
         else:
             self.jobs.drain()
 

@@ -406,10 +406,17 @@ class FrameReader:
         pieces: NDArray[np.int64],
         steps: NDArray[np.int64],
         blocks: int,
+        *,
+        first_part: int = 0,
+        is_shifted: bool = False,
+        any_parent: bool = False,
+        checks_first: bool = False,
     ) -> None:
         """``pieces`` are those of block 0, ``steps`` the bytes from a block's place to the next.
 
-        There are places for ``blocks`` blocks.
+        There are places for ``blocks`` blocks; ``parts`` are those of a frame from ``first_part`` on.
+        If ``is_shifted``, ``steps`` are by block, from the places of block 0 to its own. ``any_parent``
+        does not ask for a block's parent, ``checks_first`` writes nothing of a bad frame.
         """
         self._frames = ffi.new("struct kvstore_frames *")
         self._parts = ffi.new("struct kvstore_frame_part[]", [tuple(part) for part in parts])
@@ -421,12 +428,16 @@ class FrameReader:
         frames.payload_offset = shape.payload_offset
         frames.head = shape.head
         frames.parts, frames.part_count = self._parts, len(parts)
+        frames.first_part = first_part
         frames.pieces = ffi.from_buffer("struct kvstore_piece[]", pieces)
-        frames.steps = ffi.from_buffer("ptrdiff_t[]", steps)
+        taken = ffi.from_buffer("ptrdiff_t[]", steps)
+        frames.steps, frames.shifts = (ffi.NULL, taken) if is_shifted else (taken, ffi.NULL)
+        frames.any_parent, frames.checks_first = any_parent, checks_first
         frames.scratch = ffi.from_buffer("struct kvstore_piece[]", scratch)
         frames.piece_count = len(pieces)
         self._buffer = ffi.new("uint8_t[]", shape.frame_bytes)
         self._block_tokens = shape.block_tokens
+        self._blocks = blocks
         self._done = ffi.new("size_t *")
         # All of them together count: what is written first is gone from the cache in the end.
         self._streamed = 0 if blocks * shape.frame_bytes >= STREAMED_BYTES else STREAMED_BYTES
@@ -453,6 +464,10 @@ class FrameReader:
         count = len(offsets)
         if len(hashes) != 32 * (count + 1) or ids.size != count * self._block_tokens:
             raise ValueError(f"{len(hashes)} bytes of hashes and {ids.size} ids for {count} blocks")
+        if not 0 <= first_block <= self._blocks - count:
+            raise ValueError(
+                f"there are places for {self._blocks} blocks, found {count} from {first_block} on"
+            )
         code = lib.kvstore_read_frames(
             self._frames,
             file,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.codec import codec_for
 from kvstore.errors import CapacityError, ConfigError
-from kvstore.frame import Frames
+from kvstore.frame import Frames, Wave
 from kvstore.layout import LayerGroup
 
 
@@ -107,12 +107,21 @@ class DeviceTier:
                 self.tensors[name][page].copy_(torch.from_numpy(array))
         return fault
 
-    def read(self, page: int, entries: Mapping[str, NDArray[np.uint8]], block: int) -> None:
-        """Copy a page to its place as the ``block``-th block of host ``entries``."""
-        for name, tensor in self.tensors.items():
-            count = self._format.entries[name]
-            target = entries[name][:, block * count : (block + 1) * count]
-            target[...] = tensor[page].cpu().numpy()
+    def read(
+        self,
+        page: int,
+        entries: Mapping[str, NDArray[np.uint8]],
+        block: int,
+        wave: Wave | None = None,
+    ) -> None:
+        """Copy a page to its place as the ``block``-th block of host ``entries``, of a wave or all."""
+        for group in self._format.layout.global_groups:
+            count = self._format.entries[group.name]
+            target = entries[group.name][:, block * count : (block + 1) * count]
+            rows = self.tensors[group.name][page]
+            if wave is not None:
+                rows = rows[[at for at, n in enumerate(group.layers) if n in wave.layers]]
+            target[...] = rows.cpu().numpy()
 
     def gather(
         self,

@@ -242,12 +242,16 @@ struct kvstore_frame_part {
 struct kvstore_frames {
     size_t frame_bytes, block_tokens, payload_offset;
     uint8_t head[32]; /* how a frame begins; its number, namespace and whether it has images are any */
-    const struct kvstore_frame_part *parts;
+    size_t first_part; /* parts of a frame that are left out before those below */
+    const struct kvstore_frame_part *parts; /* in the order in which they lie; gaps are read too */
     size_t part_count;
     const struct kvstore_piece *pieces; /* with the places of block 0 */
-    const ptrdiff_t *steps; /* from a piece's place to that of the next block, in bytes */
+    const ptrdiff_t *steps;  /* from a piece's place to that of the next block, in bytes; or */
+    const ptrdiff_t *shifts; /* by block, from the places of block 0 to its own; NULL with steps */
     struct kvstore_piece *scratch; /* [piece_count], for one call at a time */
     size_t piece_count;
+    int any_parent;   /* whether a block's hash does not follow from its parent's, which is any then */
+    int checks_first; /* whether a bad frame's place keeps what it held: another pass over each */
 };
 
 /* Read frames from a file and hand their payloads out, each verified; stop at the first that is not
@@ -259,10 +263,12 @@ struct kvstore_frames {
  * ids          in:  [count, block_tokens], the token ids of the blocks.
  * first_block  number of the first block's place.
  * buffer       [frame_bytes], for one call at a time.
- * done         out: how many frames were good; the place of the one behind them holds anything.
+ * done         out: how many frames were good; the place of the one behind them holds anything,
+ *              unless checks_first.
  *
  * A frame is good if its head begins as `head` and has those hashes and ids and its own sum, and
- * kvstore_read_part finds each of its parts good.
+ * kvstore_read_part finds each of the parts good. Of parts that are not asked for nothing is read
+ * but what lies between the head and the first one, if that is less than a read of its own costs.
  *
  * Returns OK, SHAPE, NULL, STRIDE, OVERLAP or LEVEL. */
 int kvstore_read_frames(const struct kvstore_frames *format, int file, const int64_t *offsets,

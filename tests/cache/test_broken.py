@@ -340,11 +340,11 @@ def test_a_load_that_is_interrupted_leaks_no_page_and_no_pin(
         cache.load(cache.probe(tokens[: 2 * BLOCK + 1])).release()
         free = cache.device.free_pages
 
-        def interrupted(*_args: Any) -> None:
+        def interrupted(*_args: Any, **_named: Any) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as broken:
-            broken.setattr(cache._shared, "_fetch", interrupted)
+            broken.setattr(cache._shared._reads, "each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.load(cache.probe(tokens))
         assert cache.device.free_pages == free
@@ -363,9 +363,9 @@ def test_pages_that_are_read_cannot_become_another_prefix(
         tier = paged(cache).tier
         read = tier.read
 
-        def meanwhile(page: int, entries: Any, block: int) -> None:
+        def meanwhile(page: int, *where: Any) -> None:
             cache.load(cache.probe(other)).release()
-            read(page, entries, block)
+            read(page, *where)
 
         monkeypatch.setattr(tier, "read", meanwhile)
         found = cache.read(match)
