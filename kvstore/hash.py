@@ -25,6 +25,12 @@ _DIGEST_BYTES = 32
 _LEVEL = lib.kvstore_level()
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_KINDS = {
+    np.dtype(np.int32): lib.KVSTORE_INT32,
+    np.dtype(np.uint32): lib.KVSTORE_UINT32,
+    np.dtype(np.int64): lib.KVSTORE_INT64,
+    np.dtype(np.uint64): lib.KVSTORE_UINT64,
+}
 TOKEN_LIMIT = 2**32
 """Token ids are hashed and stored as unsigned 32-bit integers."""
 
@@ -35,6 +41,20 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
     Raises:
         ValueError: if they are not one-dimensional integers in ``[0, 2**32)``.
     """
+    array = _integers(tokens)
+    if array.dtype == np.uint32:
+        return np.ascontiguousarray(array)
+    if not array.size:
+        return np.empty(0, np.uint32)
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= TOKEN_LIMIT:
+        msg = f"token ids must lie in [0, 2**32), found {low if low < 0 else high}"
+        raise ValueError(msg)
+    return np.ascontiguousarray(array, np.uint32)
+
+
+def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return tokens as a one-dimensional array of integers of any size, or raise as ``as_tokens``."""
     try:
         array = np.asarray(tokens)
     except (ValueError, TypeError, RuntimeError) as error:  # ragged, or a tensor on a device
@@ -48,13 +68,7 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
     if array.dtype.kind not in "iu":
         msg = f"tokens must be integers, found dtype {array.dtype}"
         raise ValueError(msg)
-    if array.dtype == np.uint32:
-        return np.ascontiguousarray(array)
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= TOKEN_LIMIT:
-        msg = f"token ids must lie in [0, 2**32), found {low if low < 0 else high}"
-        raise ValueError(msg)
-    return np.ascontiguousarray(array, np.uint32)
+    return array
 
 
 def _text(tag: bytes, value: str | None) -> bytes:
@@ -153,6 +167,44 @@ def block_hashes(
     return HashRun(
         digests + _plain_hashes(_last(digests, root), tokens, done, blocks, block_tokens)
     )
+
+
+def identify(
+    root: BlockHash,
+    tokens: Sequence[int] | NDArray[np.integer],
+    block_tokens: int,
+    images: Sequence[ImageSpan] = (),
+) -> tuple[NDArray[np.uint32], HashRun]:
+    """Return token ids as ``as_tokens`` does, in an array of their own, and their ``block_hashes``.
+
+    Raises:
+        ValueError: as ``as_tokens``.
+
+    Cost: what ``block_hashes`` costs, if the tokens are an array of 32 or 64 bits: ids are checked and
+        copied on their way to the hash.
+    """
+    array = _integers(tokens)
+    kind = _KINDS.get(array.dtype)
+    if images or kind is None or sys.byteorder == "big":
+        ids = as_tokens(array).copy()
+        return ids, block_hashes(root, ids, block_tokens, images)
+    array = np.require(array, requirements=("C", "A"))
+    ids = np.empty(len(array), np.uint32)
+    found = bytearray(_DIGEST_BYTES * (len(array) // block_tokens))
+    code = lib.kvstore_identify(
+        ffi.from_buffer("uint8_t[]", root),
+        ffi.from_buffer("char[]", array),
+        kind,
+        len(array),
+        block_tokens,
+        _LEVEL,
+        ffi.from_buffer("uint32_t[]", ids),
+        ffi.from_buffer("uint8_t[]", found),
+    )
+    if code == lib.KVSTORE_ERR_RANGE:
+        as_tokens(array)  # says which
+    assert code == lib.KVSTORE_OK, f"kvstore_identify returned {code}"
+    return ids, HashRun(bytes(found))
 
 
 def _last(digests: bytes, root: BlockHash) -> BlockHash:

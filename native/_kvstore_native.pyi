@@ -47,6 +47,11 @@ class Lib:
     KVSTORE_ERR_ALIGN: int
     KVSTORE_ERR_INDEX: int
     KVSTORE_ERR_SUM: int
+    KVSTORE_ERR_RANGE: int
+    KVSTORE_INT32: int
+    KVSTORE_UINT32: int
+    KVSTORE_INT64: int
+    KVSTORE_UINT64: int
     KVSTORE_F32: int
     KVSTORE_F16: int
     KVSTORE_BF16: int
@@ -124,6 +129,18 @@ class Lib:
         blocks: int,
         block_tokens: int,
         level: int,
+        digests: CData,
+        /,
+    ) -> int: ...
+    def kvstore_identify(
+        self,
+        root: CData,
+        tokens: CData,
+        kind: int,
+        count: int,
+        block_tokens: int,
+        level: int,
+        ids: CData,
         digests: CData,
         /,
     ) -> int: ...

@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from kvstore import ImageSpan
 from kvstore.block import KEY_BYTES, BlockHash, block_key
 from kvstore.errors import ConfigError
-from kvstore.hash import HashRun, _plain_hashes, as_tokens, block_hashes, namespace_digest
+from kvstore.hash import (
+    HashRun,
+    _plain_hashes,
+    as_tokens,
+    block_hashes,
+    identify,
+    namespace_digest,
+)
 from kvstore.namespace import Namespace
 from tests.builders import ROOT, hashes_of
 
@@ -309,6 +316,43 @@ def test_tokens_hash_alike_whatever_holds_them(make: Callable[[list[int]], Any])
     assert ids.flags.c_contiguous
     assert ids.tolist() == IDS
     assert block_hashes(ROOT, ids, 4) == hashes_of(IDS, 4)
+    array = make(IDS)
+    own, hashes = identify(ROOT, array, 3)
+    assert own.dtype == np.dtype("=u4")
+    assert own.tolist() == IDS
+    assert hashes == hashes_of(IDS, 3)
+    assert not isinstance(array, np.ndarray) or not np.shares_memory(own, array)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 500])
+def test_ids_are_checked_and_copied_on_their_way_to_the_hash(kind: type, count: int) -> None:
+    """Wherever they lie in memory, and wherever a bad one is: in a block or behind the last."""
+    rng = np.random.default_rng(count)
+    top = min(2**32, int(np.iinfo(kind).max) + 1)
+    tokens: Any = rng.integers(0, top, count, np.uint64).astype(kind)
+    tokens[-1:] = top - 1
+    moved: Any = np.frombuffer(b"x" + tokens.tobytes(), kind, offset=1)
+    for array in (tokens, moved):
+        for block_tokens in (1, 7, 64, 1000):
+            ids, hashes = identify(ROOT, array, block_tokens)
+            assert ids.tolist() == tokens.tolist()
+            assert hashes == block_hashes(ROOT, as_tokens(tokens), block_tokens)
+    bad = [n for n in (-1, 2**32, 2**63) if np.iinfo(kind).min <= n <= np.iinfo(kind).max]
+    for place in {0, count // 2, count - 1} if count else ():
+        for wrong in bad:
+            tokens_with = tokens.copy()
+            tokens_with[place] = wrong
+            with pytest.raises(ValueError, match=rf"\[0, 2\*\*32\), found {wrong}"):
+                identify(ROOT, tokens_with, 7)
+
+
+def test_images_are_part_of_an_identity() -> None:
+    image = ImageSpan(3, 9, b"cat")
+    ids, hashes = identify(ROOT, IDS * 2, 4, [image])
+    assert ids.tolist() == IDS * 2
+    assert hashes == block_hashes(ROOT, as_tokens(IDS * 2), 4, [image])
+    assert hashes != identify(ROOT, IDS * 2, 4)[1]
 
 
 def test_the_largest_token_id_is_accepted() -> None:
@@ -347,6 +391,8 @@ def test_no_tokens_are_fine_and_have_no_blocks(empty: Any) -> None:
 def test_what_is_no_list_of_token_ids_is_refused(tokens: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_tokens(tokens)
+    with pytest.raises(ValueError, match=message):
+        identify(ROOT, tokens, 4)
 
 
 # ---- the same everywhere and for ever ----------------------------------------------------------

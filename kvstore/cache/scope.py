@@ -23,7 +23,7 @@ from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
 from kvstore.errors import StoreError
-from kvstore.hash import as_tokens, block_hashes, namespace_digest
+from kvstore.hash import as_tokens, identify, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.pages import Pages
@@ -86,19 +86,18 @@ class Scope:
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()
         self._follow_generation()
-        ids = as_tokens(tokens)
-        if ids is tokens or ids.base is not None:
-            ids = ids.copy()  # a match outlives the call; its caller's buffer may not
-        images = tuple(images)  # walked twice below
+        images = tuple(images)  # walked twice
+        count = len(tokens) if images else 0
         for image in images:
             given: object = image
             if not isinstance(given, ImageSpan):
                 msg = f"images must be ImageSpan values, found {type(given).__name__}"
                 raise ValueError(msg)
-            if image.stop > len(ids):
-                msg = f"image span [{image.start}, {image.stop}) ends beyond {len(ids)} tokens"
+            if image.stop > count:
+                msg = f"image span [{image.start}, {image.stop}) ends beyond {count} tokens"
                 raise ValueError(msg)
-        hashes = block_hashes(self._root, ids, self.block_tokens, images)
+        # A match outlives the call; its caller's buffer may not.
+        ids, hashes = identify(self._root, tokens, self.block_tokens, images)
         return Prefix(self._root, ids, hashes, images, self.block_tokens)
 
     # ---- global KV -----------------------------------------------------------------------------

@@ -77,6 +77,7 @@ _MESSAGES: Mapping[int, str] = {
     lib.KVSTORE_ERR_ALIGN: "a codec must be aligned to 64 bytes",
     lib.KVSTORE_ERR_INDEX: "an entry or a page is named that does not exist",
     lib.KVSTORE_ERR_SUM: "the bytes do not have the sum",
+    lib.KVSTORE_ERR_RANGE: "a token id lies outside [0, 2**32)",
 }
 
 

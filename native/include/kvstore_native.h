@@ -27,7 +27,8 @@ enum {
     KVSTORE_ERR_LEVEL = -9,        /* this processor or this library does not have the level */
     KVSTORE_ERR_ALIGN = -10,       /* a codec is not aligned to 64 bytes */
     KVSTORE_ERR_INDEX = -11,       /* an entry or a page that does not exist */
-    KVSTORE_ERR_SUM = -12          /* the bytes do not have the sum: outputs hold anything */
+    KVSTORE_ERR_SUM = -12,         /* the bytes do not have the sum: outputs hold anything */
+    KVSTORE_ERR_RANGE = -13        /* a token id outside [0, 2^32) */
 };
 
 /* Element types of the wide side. Native byte order; no alignment is needed. */
@@ -175,6 +176,20 @@ int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entri
  * NULL or LEVEL. */
 int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
                          size_t block_tokens, int level, uint8_t *digests);
+
+/* Token ids as integers of a machine's own byte order. */
+enum { KVSTORE_INT32 = 1, KVSTORE_UINT32, KVSTORE_INT64, KVSTORE_UINT64 };
+
+/* The same of ids as callers have them, with a private copy of the ids: one pass over memory, not three.
+ *
+ * tokens   in:  [count], of `kind`.
+ * ids      out: [count]: the tokens as they are hashed and stored. Apart from all else.
+ * digests  out: [count / block_tokens, 32].
+ *
+ * Returns as kvstore_block_hashes, DTYPE for an unknown kind, or RANGE for an id that is not in
+ * [0, 2^32). For machines whose integers are little-endian. */
+int kvstore_identify(const uint8_t *root, const void *tokens, int kind, size_t count,
+                     size_t block_tokens, int level, uint32_t *ids, uint8_t *digests);
 
 /* XXH3 of 64 bits, with seed 0 and the default secret: the checksum of docs/format.md, section 4.
  *

@@ -65,8 +65,8 @@ static void hash_block(struct chain *chain, const uint8_t *parent, const uint8_t
     }
 }
 
-int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
-                         size_t block_tokens, int level, uint8_t *digests) {
+static int begin(struct chain *chain, const uint8_t *root, const void *tokens, size_t count,
+                 size_t block_tokens, int level, const uint8_t *digests) {
     sha256_mix *mix = sha256_mix_portable;
 #ifdef KVSTORE_HAS_SHA_NI
     if (level > KVSTORE_LEVEL_PORTABLE && sha256_has_sha_ni()) {
@@ -76,20 +76,77 @@ int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blo
     if (level < KVSTORE_LEVEL_PORTABLE || level > kvstore_level()) {
         return KVSTORE_ERR_LEVEL;
     }
-    if (blocks == 0) {
-        return KVSTORE_OK;
-    }
-    if (root == NULL || tokens == NULL || digests == NULL) {
+    if (count > 0 && (root == NULL || tokens == NULL || digests == NULL)) {
         return KVSTORE_ERR_NULL;
     }
-    if (block_tokens == 0 || block_tokens > UINT32_MAX) {
+    if (count > 0 && (block_tokens == 0 || block_tokens > UINT32_MAX)) {
         return KVSTORE_ERR_SHAPE;
     }
-    struct chain chain = chain_of(mix, block_tokens);
-    for (size_t i = 0; i < blocks; i++) {
+    *chain = chain_of(mix, block_tokens);
+    return KVSTORE_OK;
+}
+
+int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
+                         size_t block_tokens, int level, uint8_t *digests) {
+    struct chain chain;
+    const int code = begin(&chain, root, tokens, blocks, block_tokens, level, digests);
+    for (size_t i = 0; code == KVSTORE_OK && i < blocks; i++) {
         const uint8_t *parent = i ? digests + (i - 1) * DIGEST : root;
         hash_block(&chain, parent, (const uint8_t *)(tokens + i * block_tokens),
                    digests + i * DIGEST);
+    }
+    return code;
+}
+
+/* Copy token ids of some kind; say whether all of them are ids. No branch for each, so that a
+ * compiler can take several at a time. */
+static int copy_ids(const void *tokens, int kind, size_t first, size_t count, uint32_t *ids) {
+    uint64_t above = 0; /* all bits that no id has */
+#define COPY(type)                                                                                 \
+    for (size_t i = 0; i < count; i++) {                                                           \
+        const uint64_t token = (uint64_t)((const type *)tokens)[first + i];                        \
+        above |= token >> 32;                                                                      \
+        ids[i] = (uint32_t)token;                                                                  \
+    }                                                                                              \
+    break
+    switch (kind) {
+    case KVSTORE_INT32:
+        COPY(int32_t);
+    case KVSTORE_UINT32:
+        memcpy(ids, (const uint32_t *)tokens + first, count * sizeof *ids);
+        break;
+    case KVSTORE_INT64:
+        COPY(int64_t);
+    default:
+        COPY(uint64_t);
+    }
+#undef COPY
+    return above == 0;
+}
+
+int kvstore_identify(const uint8_t *root, const void *tokens, int kind, size_t count,
+                     size_t block_tokens, int level, uint32_t *ids, uint8_t *digests) {
+    struct chain chain;
+    if (kind < KVSTORE_INT32 || kind > KVSTORE_UINT64) {
+        return KVSTORE_ERR_DTYPE;
+    }
+    const int code = begin(&chain, root, tokens, count, block_tokens, level, digests);
+    if (code != KVSTORE_OK || count == 0) {
+        return code;
+    }
+    if (ids == NULL) {
+        return KVSTORE_ERR_NULL;
+    }
+    const size_t blocks = count / block_tokens;
+    for (size_t i = 0; i <= blocks; i++) {
+        const size_t at = i * block_tokens, some = i < blocks ? block_tokens : count - at;
+        if (!copy_ids(tokens, kind, at, some, ids + at)) {
+            return KVSTORE_ERR_RANGE;
+        }
+        if (i < blocks) {
+            const uint8_t *parent = i ? digests + (i - 1) * DIGEST : root;
+            hash_block(&chain, parent, (const uint8_t *)(ids + at), digests + i * DIGEST);
+        }
     }
     return KVSTORE_OK;
 }
