@@ -17,7 +17,8 @@ from bench.ssd_store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
 from kvstore.block import BlockHash, BlockKey
 from kvstore.frame import FrameFormat, Header, head_sum
-from kvstore.tier.ssd import Put, Record, open_ssd
+from kvstore.tier.records import Record
+from kvstore.tier.ssd import Put, open_ssd
 
 Block = NDArray[np.uint8]
 

@@ -27,7 +27,7 @@ from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.hash import block_hashes
 from kvstore.index import PrefixIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.ssd import Record
+from kvstore.tier.records import Record
 
 LOOKUP_BLOCKS = 8192
 """1,048,576 tokens: the context of DeepSeek-V4.1-Flash."""
@@ -158,10 +158,12 @@ def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance
     """Return how long a store of that many blocks takes to open: its metadata are made up.
 
     Opening reads records alone, so there are no payloads; the prefixes are those of ``tree``, again
-    and again.
+    and again. Beside it stands what LMDB takes to show all records, one by one, to a loop that does
+    nothing.
     """
     layout = one_byte_layout()
     opened: dict[str, list[float]] = {"page cache warm": [], "": []}
+    shown: list[float] = []
     with scratch(folder, "open") as place:
         with open_cache(place, layout, CAPACITY) as cache:
             tokens = np.zeros(BLOCK_TOKENS, np.uint32)
@@ -174,6 +176,7 @@ def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance
                 if not kind:
                     how = forget_pages(place)
                 found.append(_seconds_to_open(place, layout, blocks + 1))
+            shown.append(_seconds_of_a_cursor(place, blocks + 1))
             advance(number + 1, count)
     return [
         _row(
@@ -183,7 +186,7 @@ def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance
             found,
             "s",
             OPEN_BAR_SECONDS,
-            f"data.mdb of {size / 2**20:.0f} MiB, without payloads",
+            f"a cursor of LMDB alone {median(shown):.2f} s; data.mdb of {size / 2**20:.0f} MiB, without payloads",
         )
         for kind, found in opened.items()
     ]
@@ -195,6 +198,17 @@ def _seconds_to_open(place: Path, layout: Layout, blocks: int) -> float:
     with open_cache(place, layout, CAPACITY) as cache:
         taken = time.perf_counter() - began
         whole(cache.stats()["tiers"]["ssd"]["blocks"], blocks)
+    return taken
+
+
+def _seconds_of_a_cursor(place: Path, blocks: int) -> float:
+    with lmdb.open(str(place), max_dbs=8, lib_version=0, readonly=True, lock=False) as env:
+        meta = env.open_db(b"meta", create=False)
+        began = time.perf_counter()
+        with env.begin() as txn:
+            count = sum(1 for _ in txn.cursor(meta))
+        taken = time.perf_counter() - began
+    whole(count, blocks)
     return taken
 
 

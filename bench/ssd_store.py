@@ -35,10 +35,10 @@ from kvstore.frame import FrameFormat, Frames, Header, Places, head_sum
 from kvstore.hash import block_hashes
 from kvstore.opening import format_text
 from kvstore.tier.directory import DATA_FILE
+from kvstore.tier.records import Record
 from kvstore.tier.ssd import (
     PAGE_BYTES,
     Put,
-    Record,
     SsdOptions,
     SsdTier,
     commit_blocks,

@@ -25,7 +25,8 @@ from kvstore.opening import StoreFormat, is_open_here, parse_format, take_over
 from kvstore.packing import Packing, frames_of
 from kvstore.policy.lru import Lru
 from kvstore.tier import directory
-from kvstore.tier.ssd import MEDIUM_ERRORS, Record, SsdOptions, SsdTier, minimum_capacity, open_ssd
+from kvstore.tier.records import Record
+from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, SsdTier, minimum_capacity, open_ssd
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""

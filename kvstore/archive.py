@@ -34,7 +34,8 @@ from kvstore.index import KeyedIndex, Segment
 from kvstore.namespace import Namespace
 from kvstore.opening import StoreFormat, format_text, resolved, size_bytes
 from kvstore.policy.lru import Lru
-from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH, Record
+from kvstore.tier.records import Record
+from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
 from kvstore.transfer import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1

@@ -351,11 +351,9 @@ class KeyedIndex(PrefixIndex):
         return super().insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
 
     def _note(self, parent: Segment, keys: bytes) -> None:
-        above = BlockKey(parent.keys[-KEY_BYTES:])
-        for at in range(0, len(keys), KEY_BYTES):
-            key = BlockKey(keys[at : at + KEY_BYTES])
-            self.parents[key] = above
-            above = key
+        found = [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        above = [BlockKey(parent.keys[-KEY_BYTES:]), *found]
+        self.parents.update(zip(found, above, strict=False))  # the last one is above nothing yet
 
     @override
     def _trim(self, segment: Segment, count: int, removed: list[BlockKey]) -> None:

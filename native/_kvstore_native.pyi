@@ -21,13 +21,52 @@ class PackError(CData):
     difference: float
     value: float
 
+class Tree(CData):
+    """A ``struct kvstore_tree``."""
+
+    depth: int
+    branches: int
+    leaves: int
+    overflow: int
+    entries: int
+    root: int
+
+class TreeLevel(CData):
+    """A ``struct kvstore_tree_level *``."""
+
+    key: CData
+    key_bytes: int
+
+class TreeWalk(CData):
+    """A ``struct kvstore_tree_walk *``."""
+
+    file: int
+    pages: int
+    transaction: int
+    used: CData
+    used_pages: int
+    below: CData
+    values: CData
+    named: Any
+    below_room: int
+    value_room: int
+    named_room: int
+    below_count: int
+    value_count: int
+    named_count: int
+    entries: int
+    page: int
+
 class FFI:
     """The part of cffi's FFI object that kvstore uses."""
 
     NULL: CData
+    errno: int
 
     def cast(self, ctype: str, value: int | CData) -> CData: ...
     def new(self, ctype: str, init: object = None) -> Any: ...
+    def memmove(self, target: CData, source: bytes, size: int) -> None: ...
+    def buffer(self, data: CData, size: int) -> Any: ...
     def sizeof(self, ctype: str) -> int: ...
     def from_buffer(self, ctype: str, buffer: object, require_writable: bool = False) -> Any: ...
 
@@ -52,6 +91,18 @@ class Lib:
     KVSTORE_UINT32: int
     KVSTORE_INT64: int
     KVSTORE_UINT64: int
+    KVSTORE_TREE_VALUES: int
+    KVSTORE_TREE_NAMED: int
+    KVSTORE_TREE_FREE: int
+    KVSTORE_TREE_READ: int
+    KVSTORE_TREE_CUT: int
+    KVSTORE_TREE_USE: int
+    KVSTORE_TREE_KIND: int
+    KVSTORE_TREE_FORM: int
+    KVSTORE_TREE_ORDER: int
+    KVSTORE_TREE_NODE: int
+    KVSTORE_TREE_LIST: int
+    KVSTORE_TREE_COUNTERS: int
     KVSTORE_F32: int
     KVSTORE_F16: int
     KVSTORE_BF16: int
@@ -179,6 +230,19 @@ class Lib:
         level: int,
         streamed_bytes: int,
         done: CData,
+        /,
+    ) -> int: ...
+    def kvstore_check_level(
+        self, walk: TreeWalk, pages: CData, count: int, kind: int, is_leaf: int, /
+    ) -> int: ...
+    def kvstore_leaf_rows(
+        self,
+        level: TreeLevel,
+        value: CData,
+        key_bytes: int,
+        value_bytes: int,
+        rows: CData,
+        byte_count: CData,
         /,
     ) -> int: ...
 

@@ -396,7 +396,7 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
                         file.write(b"\xff" * (8 << 12))
                 tier, problem = real(folder, *args, **options)
                 if fault == "count" and tier is not None:
-                    tier.delete([next(tier.records())[0]])
+                    tier.delete([next(iter(tier.records()))[0]])
                 return tier, problem
             return real(folder, *args, **options)
 

@@ -9,7 +9,7 @@ from kvstore.block import BlockKey, block_key
 from kvstore.cache.keys import KEYS_ROOT
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.hash import block_hashes
-from kvstore.tier.ssd import Record
+from kvstore.tier.records import Record
 
 
 def frame_fault(frames: Frames, frame: memoryview, key: BlockKey, *, is_keyed: bool) -> str | None:

@@ -23,7 +23,8 @@ from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, Record, SsdTier, is_map_full
+from kvstore.tier.records import Record
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, is_map_full
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -140,9 +141,9 @@ class OwnedSsd:
 
     def _rebuild(self) -> None:
         """Fill the index from the records; delete and count what hangs on nothing."""
-        records = dict(self.ssd.records())
+        records = self.ssd.records()
         orphans = rebuild(self.index, records, self._stick)
-        newest = max((record.sequence for record in records.values()), default=0)
+        newest = int(records.sequence.max(initial=0))
         self._context.sequence = max(self._context.sequence, newest)
         if orphans:
             logger.warning("%d blocks in %s had no parent: deleted", len(orphans), self.ssd.path)

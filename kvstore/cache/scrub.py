@@ -24,7 +24,8 @@ from kvstore.errors import StoreError
 from kvstore.frame import Frames
 from kvstore.tier import directory
 from kvstore.tier.direct import DirectFile
-from kvstore.tier.ssd import MEDIUM_ERRORS, PAGE_HEADER_BYTES, Record, SsdTier
+from kvstore.tier.records import Record
+from kvstore.tier.ssd import MEDIUM_ERRORS, PAGE_HEADER_BYTES, SsdTier
 
 logger = logging.getLogger(__name__)
 

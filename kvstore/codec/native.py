@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from _kvstore_native import CData
 
-VERSION = 4
+VERSION = 5
 """Contract version that this module was written for."""
 
 if lib.kvstore_native_version() != VERSION:

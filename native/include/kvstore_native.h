@@ -291,6 +291,88 @@ int kvstore_read_frames(const struct kvstore_frames *format, int file, const int
                         size_t first_block, uint8_t *buffer, int level, size_t streamed_bytes,
                         size_t *done);
 
+/* What the values of a tree are. */
+enum {
+    KVSTORE_TREE_VALUES = 0, /* values of callers */
+    KVSTORE_TREE_NAMED = 1,  /* databases: the main tree */
+    KVSTORE_TREE_FREE = 2    /* lists of free pages, by transaction */
+};
+
+/* What is wrong with a page of a tree. Only READ is about the medium: errno says more. */
+enum {
+    KVSTORE_TREE_READ = 1,    /* the page cannot be read */
+    KVSTORE_TREE_CUT = 2,     /* it, or a free list of it, lies behind the end of the file */
+    KVSTORE_TREE_USE = 3,     /* it, or a page that it names, cannot be used or is in use already */
+    KVSTORE_TREE_KIND = 4,    /* it is not the page of a tree that belongs there */
+    KVSTORE_TREE_FORM = 5,    /* its nodes do not lie where a page has them */
+    KVSTORE_TREE_ORDER = 6,   /* its keys do not ascend from those before */
+    KVSTORE_TREE_NODE = 7,    /* it has a node of another kind than the tree's */
+    KVSTORE_TREE_LIST = 8,    /* it has a free list that does not hold together */
+    KVSTORE_TREE_COUNTERS = 9 /* with it the tree is larger than its record says */
+};
+
+/* The record of a database, as LMDB stores it. */
+struct kvstore_tree {
+    uint32_t pad;
+    uint16_t flags, depth;
+    uint64_t branches, leaves, overflow, entries, root;
+};
+
+/* A value that has pages of its own. */
+struct kvstore_tree_value {
+    uint64_t page, pages;
+};
+
+/* The page of a tree that is looked at, how many nodes it has, and the last key met. */
+struct kvstore_tree_level {
+    uint8_t page[4096], key[4096];
+    size_t key_bytes, nodes;
+};
+
+/* One look at one file: LMDB 0.9, data version 1, on 64 bits, pages of 4,096 bytes. Places that are
+ * written to have room for what a sound tree has; more is a fault. */
+struct kvstore_tree_walk {
+    int file;             /* a descriptor to pread from */
+    uint64_t pages;       /* in: up to the last one in use */
+    uint64_t transaction; /* in: the last one committed */
+    uint8_t *used;        /* in/out: [pages / 8 + 1], a bit for each page, zero at first */
+    uint64_t used_pages;  /* in/out: how many bits are set */
+    uint64_t *below;      /* out: of branches, the pages below */
+    struct kvstore_tree_value *values; /* out: of leaves, values that have pages of their own */
+    struct kvstore_tree *named;        /* in/out: of leaves, databases */
+    size_t below_room, value_room, named_room; /* in */
+    size_t below_count, value_count;           /* out */
+    size_t named_count;                        /* in/out */
+    uint64_t entries;                          /* out: nodes */
+    uint64_t page;                             /* out: where it is wrong */
+    struct kvstore_tree_level level;           /* scratch */
+};
+
+/* Check the pages of a tree at one depth: the form of each, the order of keys through all of them,
+ * and that they, their values' pages and those that they list as free are in use by nothing else. No
+ * value is read but free lists. A file of any bytes does no harm, nor one that changes meanwhile.
+ *
+ * pages    in:  [count], in the order of their keys.
+ * kind     what the values of the tree are.
+ * is_leaf  whether they are to be leaves, or else branches.
+ *
+ * Cost: one pread a page, about 1 us where it is cached.
+ *
+ * Returns OK, NULL, or positive what is wrong, with the page. */
+int kvstore_check_level(struct kvstore_tree_walk *walk, const uint64_t *pages, size_t count,
+                        int kind, int is_leaf);
+
+/* Copy keys and values of one size out of the leaf that LMDB has a value in.
+ *
+ * level   in/out: the key that all of the leaf must follow, none at first; then the leaf's last.
+ * value   in a leaf that is mapped: the whole page is read, once.
+ * rows    out: key after value, those of other sizes left out.
+ * bytes   out: of the rows.
+ *
+ * Returns OK, NULL, or positive why the page is no leaf whose keys follow: rows hold anything. */
+int kvstore_leaf_rows(struct kvstore_tree_level *level, const uint8_t *value, size_t key_bytes,
+                      size_t value_bytes, uint8_t rows[4096], size_t *bytes);
+
 /* cffi: end */
 
 #endif

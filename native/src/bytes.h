@@ -11,6 +11,10 @@ static inline void store_le32(uint8_t *target, uint32_t word) {
     }
 }
 
+static inline uint16_t load_le16(const uint8_t *source) {
+    return (uint16_t)(source[0] | source[1] << 8);
+}
+
 static inline uint32_t load_le32(const uint8_t *source) {
     uint32_t word = 0;
     for (int i = 0; i < 4; i++) {

@@ -20,6 +20,7 @@ int main(int count, char **arguments) {
     }
     test_chain();
     test_codec();
+    test_tree();
     for (test_level = KVSTORE_LEVEL_PORTABLE; test_level <= kvstore_level(); test_level++) {
         test_one_level();
     }

@@ -18,6 +18,7 @@ void test_fp4(void);
 void test_fp8(void);
 void test_gather(void);
 void test_part(void);
+void test_tree(void);
 
 #define EXPECT(condition)                                                                  \
     do {                                                                                   \

@@ -21,7 +21,7 @@ from kvstore.codec import packed
 from kvstore.frame import FrameFormat, Header
 from kvstore.metrics import error_bucket
 from kvstore.packing import Packing, PackingFormat, frames_of, packed_layout
-from kvstore.tier.ssd import Record
+from kvstore.tier.records import Record
 from tests.stores import BLOCK, DENSE, NAMESPACE, owned, tokens_of
 
 FORMATS = {"k": "nvfp4", "v": "mxfp4"}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import lmdb
 import pytest
 
 from kvstore import ConfigError, StoreError
-from kvstore.tier import directory
+from kvstore.tier import directory, tree
 from kvstore.tier import ssd as ssd_module
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
@@ -139,70 +142,78 @@ def unclean(path: Path) -> None:
             txn.put(b"clean", b"0", db=sys_db)
 
 
-def spoil(path: Path) -> None:
-    """Break a page of a tree that opening itself does not touch."""
-    with lmdb.open(str(path), max_dbs=8, lib_version=0) as env:
-        pages = (path / "data.mdb").stat().st_size // 4096
-        age = env.open_db(b"age")
-        with env.begin() as txn:
-            assert txn.stat(age)["depth"] == 1
-    data = bytearray((path / "data.mdb").read_bytes())
-    for page in range(2, pages):
-        flags = int.from_bytes(data[page * 4096 + 10 : page * 4096 + 12], "little")
-        if flags == 2:  # a leaf: two nodes in one place
-            data[page * 4096 + 18 : page * 4096 + 20] = data[page * 4096 + 16 : page * 4096 + 18]
-    (path / "data.mdb").write_bytes(data)
+def spoil_a_value(path: Path) -> None:
+    """Break the head of a payload, which LMDB believes when it frees its pages."""
+    data = path / "data.mdb"
+    page = int(tree.look(data).values["page"][-1])
+    whole = bytearray(data.read_bytes())
+    struct.pack_into("<I", whole, page * 4096 + 12, 1000)
+    data.write_bytes(whole)
 
 
-@pytest.mark.parametrize("is_child", [True, False])
-def test_a_large_file_is_walked_in_a_child_with_the_same_result(
-    is_child: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_child:
-        monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
-        monkeypatch.setattr(ssd_module, "_walk", lambda _: "not asked")
+def test_after_an_unclean_end_the_heads_of_all_values_are_looked_at(tmp_path: Path) -> None:
     unclean(tmp_path / "s")
     with open_cache(tmp_path / "s") as cache:
         assert cache.stats()["counters"]["quarantined_stores"] == 0
         assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+    spoil_a_value(tmp_path / "s")
+    with open_cache(tmp_path / "s") as cache:  # it was closed: its reads will find what is bad
+        assert cache.stats()["counters"]["quarantined_stores"] == 0
     unclean(tmp_path / "t")
-    spoil(tmp_path / "t")
+    spoil_a_value(tmp_path / "t")
     with open_cache(tmp_path / "t") as cache:
         assert cache.stats()["counters"]["quarantined_stores"] == 1
+        cache.store(TOKENS, entries_of(DENSE, TOKENS))
+        cache.flush()
+        assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
 
 
-def test_a_walk_that_takes_too_long_is_given_up_and_said(
+def test_a_look_that_takes_too_long_is_given_up_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
-
-    def slow(command: list[str], *, timeout: float, **_: Any) -> None:
-        assert timeout == ssd_module.VERIFY_SECONDS
-        raise subprocess.TimeoutExpired(command, timeout)
+    def slow(file: Path, values: object, seconds: float) -> str:
+        assert seconds == ssd_module.HEADS_SECONDS
+        raise TimeoutError
 
     unclean(tmp_path / "s")
-    monkeypatch.setattr(subprocess, "run", slow)
+    monkeypatch.setattr(tree, "problem_of_heads", slow)
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
     messages = [record.message for record in caplog.records]
+    expected = "was not closed and takes more than 60 s to look at all values: opened without"
     assert [message for message in messages if "use a volume" not in message] == [
-        f"{tmp_path / 's'} was not closed and takes more than 60 s to verify: opened without"
+        f"{tmp_path / 's'} {expected}"
     ]
 
 
-@pytest.mark.parametrize("failure", ["no process", "no module"])
-def test_where_no_child_can_walk_the_process_does(
-    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", ["commit", "sync"])
+def test_slots_of_killed_readers_are_cleared_with_a_write_once_a_minute(
+    write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd_module, "CHILD_BYTES", 0)
-    if failure == "no process":
-        monkeypatch.setattr(sys, "executable", "/does/not/exist")
-    else:
-        monkeypatch.setattr(ssd_module, "_WALK", "import no_such_module_here")
-    unclean(tmp_path / "s")
-    spoil(tmp_path / "s")
+    """Until then such a slot keeps every page that was freed since."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    code = (
+        "import lmdb, os, sys\n"
+        "env = lmdb.open(sys.argv[1], lib_version=0, readonly=True)\n"
+        "txn = env.begin()\n"
+        "os.kill(os.getpid(), 9)"
+    )
+
     with open_cache(tmp_path / "s") as cache:
-        assert cache.stats()["counters"]["quarantined_stores"] == 1
+        ssd = cache._shared.ssd
+        change: Callable[[], None] = (
+            ssd.sync if write == "sync" else lambda: ssd.set_fact("any", b"")
+        )
+        change()
+        subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], check=False)
+        now += ssd_module.READERS_SECONDS - 1
+        change()
+        before = ssd._env.readers()
+        now += 1
+        change()
+        after = ssd._env.readers()
+    assert len(before.splitlines()) > len(after.splitlines())
 
 
 def test_a_meta_page_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import lmdb
 import lmdb.verify
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvstore.tier import tree
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
@@ -26,8 +28,38 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
+def problem_of(data: Path) -> str:
+    """All that can be found: the trees, and the heads of values."""
+    trees = tree.look(data)
+    return trees.problem or tree.problem_of_heads(data, trees.values, None)
+
+
+def pages_of_kind(whole: bytes, *kinds: int) -> list[int]:
+    """Return the pages that say of themselves that they are of a kind, in use or not."""
+    heads = [struct.unpack_from("<QHH", whole, at)[::2] for at in range(0, len(whole), 4096)]
+    return [
+        n for n, (number, flags) in enumerate(heads) if number == n and flags in kinds and n > 1
+    ]
+
+
 def test_a_sound_file_has_no_problem(store: Path) -> None:
-    assert tree.problem_of(store / "data.mdb") == ""
+    assert problem_of(store / "data.mdb") == ""
+
+
+def test_values_that_have_pages_of_their_own_are_found(store: Path) -> None:
+    """Oracle: LMDB's own count of such pages, and the hint that each record has."""
+    values = tree.look(store / "data.mdb").values
+    with open_cache(store, ssd_bytes="3MiB", role="reader") as cache:
+        pages = {record.page for _, record in cache._shared.ssd.records()}
+    assert len(pages) > 20
+    assert pages <= set(values["page"].tolist())
+    with lmdb.open(str(store), max_dbs=8, lib_version=0, readonly=True) as env:
+        overflow = 0
+        for name in (b"sys", b"meta", b"pay", b"age"):
+            db = env.open_db(name, create=False)
+            with env.begin() as txn:
+                overflow += txn.stat(db)["overflow_pages"]
+    assert values["pages"].sum() >= overflow > 0  # free lists may have some too
 
 
 def test_it_agrees_with_the_verifier_of_lmdb(store: Path) -> None:
@@ -35,15 +67,13 @@ def test_it_agrees_with_the_verifier_of_lmdb(store: Path) -> None:
     data = store / "data.mdb"
     whole = data.read_bytes()
     rng = np.random.default_rng(0)
-    pages = [
-        n
-        for n in range(2, len(whole) // 4096)
-        if struct.unpack_from("<QHH", whole, n * 4096)[::2] in ((n, 1), (n, 2))
-    ]
+    pages = [0, 1, *pages_of_kind(whole, 1, 2, 4)]
     found = 0
-    for _ in range(300):
-        page = int(rng.choice([0, 1, *pages]))
-        at = page * 4096 + int(rng.choice([rng.integers(0, 160), rng.integers(0, 4096)]))
+    for _ in range(400):
+        page = int(rng.choice(pages))
+        at = page * 4096 + int(
+            rng.choice([rng.integers(0, 16), rng.integers(0, 160), rng.integers(0, 4096)])
+        )
         spoiled = bytearray(whole)
         spoiled[at] ^= 1 << int(rng.integers(8))
         data.write_bytes(spoiled)
@@ -51,10 +81,47 @@ def test_it_agrees_with_the_verifier_of_lmdb(store: Path) -> None:
             theirs = bool(lmdb.verify.verify(str(store)))  # type: ignore[no-untyped-call]
         except lmdb.verify.VerifyError:
             theirs = True
-        ours = tree.problem_of(data)
+        ours = problem_of(data)
         assert ours or not theirs, f"byte {at % 4096} of page {page} was missed"
         found += bool(ours)
     assert found > 10, "most bits are of pages that are free, or of no consequence"
+
+
+def test_the_head_of_a_value_is_looked_at_and_its_bytes_are_not(store: Path) -> None:
+    data = store / "data.mdb"
+    whole = data.read_bytes()
+    values = tree.look(data).values
+    page = int(values["page"][len(values) // 2])
+    for at, is_bad in ((0, True), (10, True), (12, True), (8, False), (16, False), (4000, False)):
+        spoiled = bytearray(whole)
+        spoiled[page * 4096 + at] ^= 1
+        data.write_bytes(spoiled)
+        assert tree.look(data).problem == ""
+        expected = f"page {page} does not begin as a value" if is_bad else ""
+        assert tree.problem_of_heads(data, values, None) == expected
+    with pytest.raises(TimeoutError):
+        tree.problem_of_heads(data, values, -1.0)
+
+
+@given(seed=st.integers(0, 2**32), changes=st.integers(1, 40))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_is_in_a_file_looking_does_no_harm(store: Path, seed: int, changes: int) -> None:
+    """Nothing is expected but an answer; the C tests do the same with sanitizers."""
+    data = store / "data.mdb"
+    whole = bytearray(data.read_bytes())
+    rng = np.random.default_rng(seed)
+    pages = pages_of_kind(bytes(whole), 1, 2)
+    for _ in range(changes):
+        at = int(rng.choice(pages)) * 4096 + int(rng.integers(0, 4096))
+        size = int(rng.choice([1, 2, 8]))
+        whole[at : at + size] = rng.bytes(size)
+    spoiled = data.with_name("spoiled.mdb")
+    spoiled.write_bytes(whole[: len(whole) - int(rng.integers(0, 2)) * 4096])
+    trees = tree.look(spoiled)
+    if not trees.problem:
+        tree.problem_of_heads(spoiled, trees.values, None)
 
 
 @pytest.mark.parametrize(
