@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier, TakeMany
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
+    from kvstore.codec.native import FrameReader
     from kvstore.tier.device import DeviceTier
 
 LEASE_SECONDS = 30.0
@@ -389,18 +390,18 @@ class SharedTiers(OpenStore):
             assert self.pages is not None
             return self.pages.read(prefix, start, step.stop, entries, first)
         target, at = self.format.entries_target(entries), start - first
-        reader = self.format.reader(target)
+        readers = self.format.readers(target)
 
         def take(i: int, frame: memoryview) -> str | None:
             return self.format.scatter(frame, target, at + i)
 
-        def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
-            assert reader is not None
+        def take_many(reader: FrameReader, i: int, file: int, offsets: NDArray[np.int64]) -> int:
             hashes = prefix.run_of_hashes(start + i, len(offsets))
             ids = prefix.run_of_ids(start + i, len(offsets))
             return reader.read(file, offsets, hashes, ids, at + i)
 
-        return self._fetch(prefix, start, step.stop, take, take_many if reader else None)
+        takers = {size: partial(take_many, reader) for size, reader in readers.items()}
+        return self._fetch(prefix, start, step.stop, take, takers)
 
     def _fetch(
         self,
@@ -408,7 +409,7 @@ class SharedTiers(OpenStore):
         first: int,
         stop: int,
         take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None = None,
+        take_many: Mapping[int, TakeMany] | None = None,
     ) -> int:
         """Read and verify blocks ``[first, stop)`` from SSD; return the block where that ended.
 

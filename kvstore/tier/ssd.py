@@ -94,7 +94,7 @@ _RECORD = struct.Struct("<16sIIQQdIHeQ")
 _MOST_ERROR = 65504.0
 """Largest float16."""
 _SEQUENCE = struct.Struct(">Q")
-_PINNED, _PACKED = 1, 2
+_PINNED, _PACKED, _COMPRESSED = 1, 2, 4
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -115,6 +115,7 @@ class Record:
     frame_bytes: int = 0
     is_pinned: bool = False
     is_packed: bool = False
+    is_compressed: bool = False
     error: float = 0.0
     """What packing lost, as the frame says; here with the precision of float16."""
     head_sum: int = 0
@@ -123,6 +124,7 @@ class Record:
     def pack(self, page: int | None = None) -> bytes:
         """Return the record as stored, with another page if one is given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
+        flags |= _COMPRESSED * self.is_compressed
         return _RECORD.pack(
             *(self.parent, self.number, self.namespace_id, self.sequence),
             *(self.page if page is None else page, self.expires, self.frame_bytes, flags),
@@ -146,6 +148,7 @@ class Record:
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
             is_packed=bool(flags & _PACKED),
+            is_compressed=bool(flags & _COMPRESSED),
             error=error,
             head_sum=head,
         )
@@ -161,6 +164,8 @@ class Put:
 
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
+"""Reads frames of one size itself: ``take_many(i, file, offsets)`` takes them for blocks from i on, and
+returns how many it took before one was not good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +377,7 @@ class SsdTier:
         self,
         keys: Sequence[BlockKey],
         take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None = None,
+        take_many: Mapping[int, TakeMany] | None = None,
     ) -> ReadResult:
         """Read frames in order until one is missing or bad.
 
@@ -380,14 +385,14 @@ class SsdTier:
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
         of the medium escapes.
 
-        ``take_many(i, file, offsets)``, if given, reads frames of the largest size itself, from block
-        i on, and returns how many it took before one was not good; ``take`` says why, and goes on.
+        ``take_many`` is who reads runs of frames of one size, by that size. Where one is not good,
+        ``take`` says why, and goes on.
         """
         done = size = 0
         try:
             while done < len(keys):
                 with self._using():
-                    result = self._read_batch(keys, done, take, take_many)
+                    result = self._read_batch(keys, done, take, take_many or {})
                 done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
@@ -400,7 +405,7 @@ class SsdTier:
         keys: Sequence[BlockKey],
         first: int,
         take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None,
+        take_many: Mapping[int, TakeMany],
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
@@ -411,12 +416,14 @@ class SsdTier:
                 if page:
                     offset = page * PAGE_BYTES
                     os.posix_fadvise(self._file, offset, size + PAGE_HEADER_BYTES, _WILL_NEED)
-            taken = self._take_many(first, hints, take_many) if take_many else 0
-            read = taken * self.options.frame_bytes
-            for i, data, (page, size) in zip(
-                range(first + taken, stop), found[taken:], hints[taken:], strict=True
-            ):
-                if data is None:
+            i = first
+            while i < stop:
+                page, size = hints[i - first]
+                taken = self._take_many(i, hints[i - first :], take_many)
+                if taken:
+                    i, read = i + taken, read + taken * size
+                    continue
+                if found[i - first] is None:
                     return ReadResult(i, "missing", read)
                 frame = buffer[:size]
                 fault = self._read_at(page, frame) or take(i, frame) if page else "unhinted"
@@ -429,18 +436,19 @@ class SsdTier:
                     fault = take(i, frame)
                 if fault is not None:
                     return ReadResult(i, fault, read)
-                read += len(frame)
+                i, read = i + 1, read + len(frame)
         return ReadResult(stop, None, read)
 
-    def _take_many(self, first: int, hints: Sequence[tuple[int, int]], take_many: TakeMany) -> int:
-        """Hand over the leading frames that are hinted and of the largest size, if they are a few."""
-        size = self.options.frame_bytes
+    def _take_many(
+        self, first: int, hints: Sequence[tuple[int, int]], take_many: Mapping[int, TakeMany]
+    ) -> int:
+        """Hand over the leading frames that are hinted and of one size, if they are a few."""
+        size = hints[0][1]
         pages = [page for page, _ in takewhile(lambda hint: hint[0] and hint[1] == size, hints)]
-        if len(pages) < FEW_FRAMES:
+        if len(pages) < FEW_FRAMES or size not in take_many:
             return 0
-        return take_many(
-            first, self._file, np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
-        )
+        offsets = np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
+        return take_many[size](first, self._file, offsets)
 
     def _hint(self, data: bytes | memoryview | None) -> tuple[int, int]:
         """Return the page that a record names and the size there; 0 for what no file has."""
