@@ -95,7 +95,9 @@ class FlatTier:
             return reader.read(file, offsets, hashes, ids, at)
 
         wanted = [BlockKey(key) for key in keys]
-        result = self._tier.read(wanted, take, take_many if reader else None)
+        result = self._tier.read(
+            wanted, take, {self._form.frame_bytes: take_many} if reader else None
+        )
         if result.fault is not None:
             raise RuntimeError(f"block {result.count} of {len(keys)} is {result.fault}")
 

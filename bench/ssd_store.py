@@ -433,7 +433,7 @@ def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Place
         return reader.read(file, offsets, hashes, prefix.run_of_ids(first, len(offsets)), first)
 
     keys = [prefix.key(number) for number in range(count)]
-    whole(tier.read(keys, take, take_many if reader else None).count, count)
+    whole(tier.read(keys, take, {form.frame_bytes: take_many} if reader else None).count, count)
 
 
 def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:

@@ -160,7 +160,9 @@ def store_stats(path: Path) -> dict[str, Any]:
         blocks, packing = 0, Metrics()
         for _, record in ssd.records():
             blocks += 1
-            packing.note_packing(record.error, is_packed=record.is_packed)
+            packing.note_form(
+                record.error, is_packed=record.is_packed, is_compressed=record.is_compressed
+            )
             unnamed = {"id": record.namespace_id, "model": "?", "blocks": 0, "tokens": 0}
             space = namespaces.setdefault(record.namespace_id, unnamed)
             space["blocks"] += 1
@@ -180,6 +182,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "ssd_formats": dict(store.form.ssd_formats),
             "packed_blocks": packing.packed_blocks,
             "lossless_blocks": packing.lossless_blocks,
+            "compressed_blocks": packing.compressed_blocks,
             "block_errors": histogram(packing.block_errors),
             "bytes_per_token": float(store.form.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
@@ -228,6 +231,7 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
             "is_pinned": record.is_pinned,
             "frame_bytes": record.frame_bytes,
             "is_packed": record.is_packed,
+            "is_compressed": record.is_compressed,
             "error": record.error if math.isfinite(record.error) else None,
             "header": None
             if header is None

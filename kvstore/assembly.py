@@ -16,7 +16,7 @@ from kvstore.layout import Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.opening import format_text, resolved, share, size_bytes, unshare
-from kvstore.packing import Packing, frames_of
+from kvstore.packing import Packing, frames_of, loses
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
 
@@ -72,7 +72,8 @@ class PrefixCache(Scope):
         group. Entries still go in and come out as the layout says, but what comes out is what packing
         left of them. ``error_budget`` is the most that a block may lose, as the relative
         root-mean-square error of any group; above it, and with a NaN or an infinity, the block is
-        stored as it is.
+        stored as it is. The format ``"zstd"`` loses nothing: a group that it names is compressed, in
+        blocks that are a page smaller for it. docs/quality.md has what each saves and costs.
         ``scrub_bytes_per_second`` lets the owner read and check every block in turn, in the
         background, at that rate, as bytes or text such as ``"10MiB"``, past the kernel's cache where
         it can; 0 does not. Bad blocks are removed with what hangs on them, and counted.
@@ -185,12 +186,10 @@ def _packing(
     if not is_number or not error_budget >= 0:
         msg = f"error_budget must be a relative error of at least 0, found {error_budget!r}"
         raise ConfigError(msg)
-    if not formats:
-        if error_budget != math.inf:
-            msg = f"error_budget is {error_budget}, but nothing is packed: name ssd_formats too"
-            raise ConfigError(msg)
-        return None
-    return Packing(dict(formats), float(error_budget))
+    if error_budget != math.inf and not loses(formats or {}):
+        msg = f"error_budget is {error_budget}, but nothing is packed: name ssd_formats that lose"
+        raise ConfigError(msg)
+    return Packing(dict(formats), float(error_budget)) if formats else None
 
 
 def _check_options(

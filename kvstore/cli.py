@@ -125,9 +125,10 @@ def stats(directory: Path, /, *, as_json: Json = False) -> int:
     write_table(["store", str(directory)], facts)
     if found["ssd_formats"]:
         packed = [
-            ("packed as", ", ".join(f"{name} {f}" for name, f in found["ssd_formats"].items())),
+            ("formats", ", ".join(f"{name} {f}" for name, f in found["ssd_formats"].items())),
             ("packed blocks", f"{found['packed_blocks']:,}"),
             ("lossless blocks", f"{found['lossless_blocks']:,}"),
+            ("compressed blocks", f"{found['compressed_blocks']:,}"),
             *((f"relative error {bound}", f"{n:,}") for bound, n in found["block_errors"].items()),
         ]
         write_table(["at rest", "blocks"], packed)
@@ -224,6 +225,7 @@ def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("frame bytes", f"{block['frame_bytes']:,}"),
         ("payload bytes", f"{header.get('payload_bytes', 0):,}"),
         ("packed at rest", "yes" if block["is_packed"] else "no"),
+        ("compressed at rest", "yes" if block["is_compressed"] else "no"),
         ("relative error of packing", _error(block["error"])),
         ("page in the file", str(block["page"] or "unknown")),
         ("images", "yes" if header.get("has_images") else "no"),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -41,7 +42,9 @@ _BYTES = ("uint8",)
 _MAGIC = b"KVSB"
 _HAS_IMAGES = 1
 _IS_PACKED = 2
-_FLAGS = struct.Struct("<6xH")
+_IS_COMPRESSED = 4
+_FLAGS = struct.Struct("<H")
+_FLAGS_AT = 6
 _NAMESPACE = struct.Struct("<I")
 _NAMESPACE_AT = 16
 _ERROR = struct.Struct("<f")
@@ -73,6 +76,8 @@ class Header:
     """The payload is packed at rest: the engine's entries are what it unpacks to."""
     error: float = 0.0
     """Relative error of packing the block, also where it was too much and the block is lossless."""
+    is_compressed: bool = False
+    """The payload is stored compressed; ``payload_bytes`` is its size before."""
 
 
 WAVE_BYTES = 4 << 20
@@ -210,8 +215,11 @@ class Frames(Protocol):
         """Return what ``scatter`` takes as the place of entries, of those of a wave if one is given."""
         ...
 
-    def reader(self, target: Any) -> native.FrameReader | None:
-        """Return what reads many frames to a target at once, or None if they are not of one kind."""
+    def readers(self, target: Any) -> Mapping[int, native.FrameReader]:
+        """Return what reads many frames of one size to a target at once, by the size in bytes.
+
+        Frames of a size that is not there are read one by one.
+        """
         ...
 
     def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
@@ -236,14 +244,22 @@ class FrameFormat:
     """The frame of one layout at one block size.
 
     Invariants:
-        ``block_tokens`` is a multiple of the layout's alignment. Every frame of a store has
-        ``frame_bytes`` bytes.
+        ``block_tokens`` is a multiple of the layout's alignment. Every frame has ``frame_bytes``
+        bytes.
     """
 
-    def __init__(self, layout: Layout, block_tokens: int, *, is_packed: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        block_tokens: int,
+        *,
+        is_packed: bool = False,
+        is_compressed: bool = False,
+    ) -> None:
         """Lay out a block. Raises ``ConfigError`` if its entries would not be whole.
 
-        ``is_packed`` frames say that their layout is not the engine's (kvstore/packing.py).
+        ``is_packed`` frames say that their layout is not the engine's, ``is_compressed`` ones that
+        what is stored is not the payload itself (kvstore/packing.py).
         """
         is_number = isinstance(block_tokens, int) and not isinstance(block_tokens, bool)
         if not is_number or not 1 <= block_tokens < 2**32 or block_tokens % layout.alignment:
@@ -255,6 +271,9 @@ class FrameFormat:
         self.layout = layout
         self.block_tokens = block_tokens
         self.is_packed = is_packed
+        self.is_compressed = is_compressed
+        self.marks = _IS_PACKED * is_packed | _IS_COMPRESSED * is_compressed
+        """Flags of these frames that tell them from other forms."""
         self.entries = {
             group.name: block_tokens // group.tokens_per_entry for group in layout.global_groups
         }
@@ -304,6 +323,17 @@ class FrameFormat:
         order = list(dict.fromkeys(group.tokens_per_entry for group in owned))
         return tuple(sorted(owned, key=lambda group: order.index(group.tokens_per_entry)))
 
+    def runs(self) -> Iterator[tuple[int, int, LayerGroup]]:
+        """Yield the payload in order, as start and end in the frame of entries of one group."""
+        offset = self.payload_offset
+        for members in self._members.values():
+            for _, alike in groupby(members, lambda group: group.tokens_per_entry):
+                groups = list(alike)
+                unit = _unit(self.entries[groups[0].name])
+                for group in groups * (self.entries[groups[0].name] // unit):
+                    yield offset, offset + unit * group.entry_bytes, group
+                    offset += unit * group.entry_bytes
+
     def encode(
         self, header: Header, tokens: NDArray[np.uint32], source: Places, block: int
     ) -> bytearray:
@@ -322,18 +352,18 @@ class FrameFormat:
 
     def seal(self, frame: bytearray, header: Header) -> None:
         """Write the header and all checksums over the token ids and payload already in place."""
-        view = memoryview(frame)
+        view = self.laid_out(memoryview(frame))
+        assert view is not None, "a payload to be sealed is intact"
         sums = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in self.part_bounds]
         self._seal(frame, header, sums)
 
     def _seal(self, frame: bytearray, header: Header, sums: Sequence[int]) -> None:
-        view = memoryview(frame)
         self._sums.pack_into(frame, self._sums_offset, *sums)
         fields = (
             *(
                 _MAGIC,
                 FORMAT_VERSION,
-                _HAS_IMAGES * header.has_images | _IS_PACKED * self.is_packed,
+                _HAS_IMAGES * header.has_images | self.marks,
                 header.block_tokens,
                 header.number,
                 header.namespace_id,
@@ -343,12 +373,18 @@ class FrameFormat:
         )
         _HEADER.pack_into(frame, 0, *fields, 0)
         _ERROR.pack_into(frame, self.payload_offset - _ERROR.size, header.error)
-        struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(view))
+        self._sum_head(frame)
 
     def renumber(self, frame: bytearray, namespace_id: int) -> None:
         """Give an intact frame to a namespace of another store, in place; only its head is summed."""
         _NAMESPACE.pack_into(frame, _NAMESPACE_AT, namespace_id)
-        struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(memoryview(frame)))
+        self._sum_head(frame)
+
+    def mark(self, frame: bytearray) -> None:
+        """Give an intact head of another form the marks of this one, in place."""
+        (flags,) = _FLAGS.unpack_from(frame, _FLAGS_AT)
+        _FLAGS.pack_into(frame, _FLAGS_AT, flags & _HAS_IMAGES | self.marks)
+        self._sum_head(frame)
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
         """Return ``frame`` with the payload of ``other`` and every checksum made right.
@@ -361,6 +397,9 @@ class FrameFormat:
         self.seal(forged, header)
         return forged
 
+    def _sum_head(self, frame: bytearray) -> None:
+        struct.pack_into("<Q", frame, CHECKED_BYTES, self._head_sum(memoryview(frame)))
+
     def _head_sum(self, frame: memoryview) -> int:
         head = xxhash.xxh3_64(frame[:CHECKED_BYTES])
         head.update(frame[HEADER_BYTES : self.payload_offset])
@@ -368,7 +407,7 @@ class FrameFormat:
 
     def header(self, frame: memoryview) -> Header | None:
         """Return the header, or None if these bytes are not an intact head of this format."""
-        if len(frame) != self.frame_bytes:
+        if not self.fits(len(frame)):
             return None
         (
             magic,
@@ -387,7 +426,7 @@ class FrameFormat:
         expected = (_MAGIC, FORMAT_VERSION, self.block_tokens, self.part_count, self.payload_bytes)
         if (magic, version, block_tokens, parts, size) != expected:
             return None
-        if flags & ~_HAS_IMAGES != _IS_PACKED * self.is_packed:
+        if flags & ~_HAS_IMAGES != self.marks:
             return None
         if found != self._head_sum(frame):
             return None
@@ -401,12 +440,26 @@ class FrameFormat:
             sequence=seq,
             has_images=bool(flags & _HAS_IMAGES),
             is_packed=self.is_packed,
-            error=_ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0],
+            error=self.error_of(frame),
+            is_compressed=self.is_compressed,
         )
 
-    def packing_of(self, frame: bytearray) -> tuple[bool, float]:
-        """Say whether a frame is packed at rest, and what packing lost or would have lost."""
-        return self.is_packed, _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)[0]
+    def error_of(self, frame: bytearray | memoryview) -> float:
+        """Return what packing lost or would have lost, as the frame says."""
+        (error,) = _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)
+        assert isinstance(error, float)
+        return error
+
+    def fits(self, size: int) -> bool:
+        """Say whether a frame may have so many bytes."""
+        return size == self.frame_bytes
+
+    def laid_out(self, frame: memoryview) -> memoryview | None:
+        """Return a frame with its payload as laid out, None if that cannot be had: this one.
+
+        Where it is another one it is the thread's, until its next call.
+        """
+        return frame
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
         """Return this format: there is no other."""
@@ -414,9 +467,13 @@ class FrameFormat:
         return self
 
     @staticmethod
-    def is_marked_packed(frame: bytes | bytearray | memoryview) -> bool:
-        """Say whether a frame's flag marks it as packed. Nothing is checked."""
-        return len(frame) >= HEADER_BYTES and bool(_FLAGS.unpack_from(frame)[0] & _IS_PACKED)
+    def marks_of(frame: bytes | bytearray | memoryview) -> int:
+        """Return the marks of the form that a frame says it has. Nothing is checked."""
+        if len(frame) < HEADER_BYTES:
+            return 0
+        (flags,) = _FLAGS.unpack_from(frame, _FLAGS_AT)
+        assert isinstance(flags, int)
+        return flags & ~_HAS_IMAGES
 
     def tokens(self, frame: memoryview) -> NDArray[np.uint32]:
         """Return a copy of the block's token ids."""
@@ -461,8 +518,9 @@ class FrameFormat:
     def is_payload_intact(self, frame: memoryview) -> bool:
         """Say whether every part matches its checksum."""
         sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
-        return all(
-            xxhash.xxh3_64_intdigest(frame[start:stop]) == expected
+        whole = self.laid_out(frame)
+        return whole is not None and all(
+            xxhash.xxh3_64_intdigest(whole[start:stop]) == expected
             for (start, stop), expected in zip(self.part_bounds, sums, strict=True)
         )
 
@@ -478,7 +536,8 @@ class FrameFormat:
         Cost: one pass over the payload; each byte is summed when it is copied or unpacked.
         """
         sums: Sequence[int] = self._sums.unpack_from(frame, self._sums_offset)
-        return None if target.take(frame, sums, block) else "checksum"
+        whole = self.laid_out(frame)
+        return None if whole is not None and target.take(whole, sums, block) else "checksum"
 
     def reader(
         self, target: Places, *, any_parent: bool = False, checks_first: bool = False
@@ -493,13 +552,18 @@ class FrameFormat:
         if sys.byteorder != "little":
             return None
         head = _HEADER.pack(
-            *(_MAGIC, FORMAT_VERSION, _IS_PACKED * self.is_packed, self.block_tokens, 0, 0),
+            *(_MAGIC, FORMAT_VERSION, self.marks, self.block_tokens, 0, 0),
             *(self.part_count, self.payload_bytes, b"", b"", 0, 0),
         )
         shape = native.FrameShape(
             self.frame_bytes, self.block_tokens, self.payload_offset, head[:_HASHES_OFFSET]
         )
         return target.reader(shape, any_parent=any_parent, checks_first=checks_first)
+
+    def readers(self, target: Places) -> Mapping[int, native.FrameReader]:
+        """Return :meth:`reader` by the size of the frames that it reads."""
+        reader = self.reader(target)
+        return {} if reader is None else {self.frame_bytes: reader}
 
     def entries_target(
         self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None

@@ -62,6 +62,8 @@ class Metrics:
     """Blocks that were not, because that would have lost more than the error budget."""
     block_errors: Counter[str] = field(default_factory=Counter)
     """Blocks of both kinds by what packing loses, see ``error_bucket``."""
+    compressed_blocks: int = 0
+    """Blocks that are compressed at rest, packed ones too."""
     present_blocks: int = 0
     """Blocks offered that were already there: the first writer won."""
     dropped_blocks: Counter[str] = field(default_factory=Counter)
@@ -85,8 +87,9 @@ class Metrics:
     block_lookups_without_hit: int = 0
     _said: set[str] = field(default_factory=set)
 
-    def note_packing(self, error: float, *, is_packed: bool) -> None:
+    def note_form(self, error: float, *, is_packed: bool, is_compressed: bool) -> None:
         """Count a stored block. One that was never to be packed has no error and does not count."""
+        self.compressed_blocks += is_compressed
         if is_packed or error:
             self.packed_blocks += is_packed
             self.lossless_blocks += not is_packed
@@ -137,6 +140,7 @@ class Metrics:
             "stored_blocks": self.stored_blocks,
             "packed_blocks": self.packed_blocks,
             "lossless_blocks": self.lossless_blocks,
+            "compressed_blocks": self.compressed_blocks,
             "block_errors": histogram(self.block_errors),
             "present_blocks": self.present_blocks,
             "dropped_blocks": {**self.dropped_blocks, "total": self.dropped_blocks.total()},

@@ -22,6 +22,7 @@ from kvstore.codec import codec_for
 from kvstore.codec.arrays import FLOATS, numpy_dtype
 from kvstore.frame import FORMAT_VERSION, HEADER_BYTES, RESERVED_BYTES, FrameFormat, Header
 from kvstore.layout import Layout, Lifetime
+from kvstore.packing import Packing, frames_of
 from tests.builders import layouts, mixed_layout, random_entries, random_tokens, tiny_layout
 
 V41 = kvstore.layout("deepseek-v4.1-flash")
@@ -506,17 +507,21 @@ def test_a_golden_frame_decodes_to_the_values_it_was_made_of(name: str) -> None:
     assert layout.fingerprint == known["fingerprint"]
     if known["preset"]:
         assert kvstore.layout(known["preset"]).fingerprint == known["fingerprint"]
-    frames = FrameFormat(layout, known["header"]["block_tokens"])
+    at_rest = known.get("ssd_formats")
+    frames = frames_of(
+        layout, known["header"]["block_tokens"], Packing(at_rest) if at_rest else None
+    )
     view = memoryview(frame)
-    header = frames.header(view)
+    form = frames.form_of(frame)
+    header = form.header(view)
     assert header is not None
     fields = {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(header).items()}
     # What was not there yet when the file was made: it has the value of what is not used.
-    later = {"has_images": False, "is_packed": False, "error": 0.0}
+    later = {"has_images": False, "is_packed": False, "error": 0.0, "is_compressed": False}
     assert fields == later | known["header"]
     tokens = np.array(known["tokens"], np.uint32)
-    assert np.array_equal(frames.tokens(view), tokens)
-    assert frames.fault(view, header.block_hash, header.parent_hash, tokens) is None
+    assert np.array_equal(form.tokens(view), tokens)
+    assert form.fault(view, header.block_hash, header.parent_hash, tokens) is None
     entries = frames.empty(1)
     assert frames.scatter(view, frames.entries_target(entries), 0) is None
     for group, facts in known["entries"].items():
@@ -525,7 +530,8 @@ def test_a_golden_frame_decodes_to_the_values_it_was_made_of(name: str) -> None:
         assert array[0, 0].tobytes().hex() == facts["first"]
         assert array[-1, -1].tobytes().hex() == facts["last"]
         assert hashlib.sha256(array.tobytes()).hexdigest() == facts["sha256"]
-    assert frames.encode(header, tokens, frames.entries_source(entries), 0) == frame
+    if not form.is_compressed:  # what zstd writes is up to its version, what it reads is not
+        assert frames.encode(header, tokens, frames.entries_source(entries), 0) == frame
 
 
 # ---- many at once --------------------------------------------------------------------------------

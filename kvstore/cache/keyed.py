@@ -228,10 +228,11 @@ class KeyedBlocks(OpenStore):
             ids = np.concatenate([block.words for block in some])
             return reader.read(file, offsets, hashes, ids, done + i)
 
+        takers = {} if reader is None else {self._frames.frame_bytes: take_many}
         began = time.perf_counter()
         while done < len(asked):
             keys = [block.key for block in asked[done:]]
-            result = self.ssd.read(keys, take, take_many if reader is not None else None)
+            result = self.ssd.read(keys, take, takers)
             for place in wanted[done : done + result.count]:
                 good[place] = True
             done += result.count

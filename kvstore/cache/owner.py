@@ -505,12 +505,16 @@ class OwnedSsd:
         with self._context.lock:  # not before: a block whose put fails is still to be deleted
             self._undeleted = [key for key in self._undeleted if key not in written]
             for put in puts:
-                self._context.metrics.note_packing(put.record.error, is_packed=put.record.is_packed)
+                self._context.metrics.note_form(
+                    put.record.error,
+                    is_packed=put.record.is_packed,
+                    is_compressed=put.record.is_compressed,
+                )
         return True
 
     def _as_put(self, block: QueuedBlock[Ticket], sequence: int) -> Put:
         ticket = block.ticket
-        is_packed, error = self._format.form_of(block.frame).packing_of(block.frame)
+        form = self._format.form_of(block.frame)
         record = Record(
             parent=block.parent,
             number=block.number,
@@ -519,8 +523,9 @@ class OwnedSsd:
             expires=_stored_expiry(ticket.expires),
             frame_bytes=len(block.frame),
             is_pinned=ticket.is_pinned,
-            is_packed=is_packed,
-            error=error,
+            is_packed=form.is_packed,
+            is_compressed=form.is_compressed,
+            error=form.error_of(block.frame),
             head_sum=head_sum(block.frame),
         )
         return Put(block.key, record, block.frame)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from kvstore.cache.context import Context
 from kvstore.cache.prefix import Prefix
-from kvstore.codec.native import FrameReader
 from kvstore.frame import Frames, Wave
-from kvstore.tier.ssd import READ_BATCH, SsdTier
+from kvstore.tier.ssd import READ_BATCH, SsdTier, TakeMany
 from kvstore.transfer import Crew, Errand
 
 RUN_BYTES = 4 << 20
@@ -121,32 +120,31 @@ class Reads:
 
         ``wave`` is the one that the target was made for, if it was.
         """
-        spare: list[FrameReader] = []
+        few = stop - first < FEW_BLOCKS and wave is None
+        spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
 
         def take(number: int, frame: memoryview) -> str | None:
             return self._format.scatter(frame, target, block + number - first)
 
-        def take_many(number: int, file: int, offsets: NDArray[np.int64]) -> int:
-            reader = spare.pop() if spare else self._format.reader(target)
-            assert reader is not None
+        def take_many(size: int, number: int, file: int, offsets: NDArray[np.int64]) -> int:
+            # Of each kind as many as there are threads that read here.
+            reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
             ids = prefix.run_of_ids(number, len(offsets))
             done = reader.read(file, offsets, hashes, ids, block + number - first)
-            spare.append(reader)
+            spare[size].append(reader)
             return done
 
-        has_reader = stop - first >= FEW_BLOCKS or wave is not None
-        if has_reader and (reader := self._format.reader(target)) is not None:
-            spare.append(reader)
-        bounds = None if wave is None or not spare else wave.bounds
-        many = take_many if spare else None
-        return self._begin(prefix, first, stop, take, many, bounds, limits)
+        is_part = wave is not None and wave != self._format.whole
+        bounds = wave.bounds if wave is not None and is_part else None
+        takers = {size: partial(take_many, size) for size in spare}
+        return self._begin(prefix, first, stop, take, takers, bounds, limits)
 
     def each(
         self, prefix: Prefix, first: int, stop: int, take: Take, *, limits: Limits | None = None
     ) -> Reading:
         """Begin to read blocks ``[first, stop)`` and give each to ``take``, in any order."""
-        return self._begin(prefix, first, stop, take, None, None, limits)
+        return self._begin(prefix, first, stop, take, {}, None, limits)
 
     def _begin(
         self,
@@ -154,7 +152,7 @@ class Reads:
         first: int,
         stop: int,
         take: Take,
-        take_many: Callable[[int, int, NDArray[np.int64]], int] | None,
+        takers: Mapping[int, TakeMany],
         bounds: tuple[int, int] | None,
         limits: Limits | None,
     ) -> Reading:
@@ -169,11 +167,14 @@ class Reads:
             expected = (prefix.hashes[n], prefix.parent_hash(n), prefix.block_ids(n))
             return self._format.form_of(frame).head_fault(frame, *expected) or take(n, frame)
 
+        def shifted(
+            start: int, taker: TakeMany, i: int, file: int, offsets: NDArray[np.int64]
+        ) -> int:
+            return taker(start + i, file, offsets)
+
         def work(at: int, until: int) -> int:
             start = first + at
-            many = None
-            if take_many is not None:
-                many = lambda i, file, offsets: take_many(start + i, file, offsets)  # noqa: E731
+            many = {size: partial(shifted, start, taker) for size, taker in takers.items()}
             if len(keys) > run:
                 ssd.will_need(keys[at + ahead : until + ahead], bounds)
             result = ssd.read(

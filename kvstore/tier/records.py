@@ -37,7 +37,7 @@ _ROW = np.dtype(
 assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
 _MOST_ERROR = 65504.0
 """Largest float16."""
-_PINNED, _PACKED = 1, 2
+_PINNED, _PACKED, _COMPRESSED = 1, 2, 4
 _LAST_SEQUENCE = 2**63
 """What is larger is damage: no store comes here, and later sequences must still fit."""
 
@@ -58,6 +58,7 @@ class Record:
     frame_bytes: int = 0
     is_pinned: bool = False
     is_packed: bool = False
+    is_compressed: bool = False
     error: float = 0.0
     """What packing lost, as the frame says; here with the precision of float16."""
     head_sum: int = 0
@@ -66,6 +67,7 @@ class Record:
     def pack(self, page: int | None = None) -> bytes:
         """Return the record as stored, with another page if one is given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
+        flags |= _COMPRESSED * self.is_compressed
         return _RECORD.pack(
             *(self.parent, self.number, self.namespace_id, self.sequence),
             *(self.page if page is None else page, self.expires, self.frame_bytes, flags),
@@ -89,6 +91,7 @@ class Record:
             frame_bytes=size,
             is_pinned=bool(flags & _PINNED),
             is_packed=bool(flags & _PACKED),
+            is_compressed=bool(flags & _COMPRESSED),
             error=error,
             head_sum=head,
         )

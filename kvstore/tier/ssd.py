@@ -99,6 +99,8 @@ class Put:
 
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
+"""Reads frames of one size itself: ``take_many(i, file, offsets)`` takes them for blocks from i on, and
+returns how many it took before one was not good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,7 @@ class SsdTier:
         self,
         keys: Sequence[BlockKey],
         take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None = None,
+        take_many: Mapping[int, TakeMany] | None = None,
         *,
         bounds: tuple[int, int] | None = None,
         is_hinted: bool = False,
@@ -324,8 +326,8 @@ class SsdTier:
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
         of the medium escapes.
 
-        ``take_many(i, file, offsets)``, if given, reads frames of the largest size itself, from block
-        i on, and returns how many it took before one was not good; ``take`` says why, and goes on.
+        ``take_many`` is who reads runs of frames of one size, by that size. Where one is not good,
+        ``take`` says why, and goes on.
         ``bounds`` are the bytes of a frame that it reads behind the head; without it, all.
         ``is_hinted`` says that ``will_need`` was told of all of them.
         """
@@ -335,7 +337,7 @@ class SsdTier:
                 if not is_hinted and len(keys) > 1:
                     self.will_need(keys[done : done + READ_BATCH], bounds)
                 with self._using():
-                    result = self._read_batch(keys, done, take, take_many)
+                    result = self._read_batch(keys, done, take, take_many or {})
                 done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
@@ -360,19 +362,23 @@ class SsdTier:
         keys: Sequence[BlockKey],
         first: int,
         take: Callable[[int, memoryview], str | None],
-        take_many: TakeMany | None,
+        take_many: Mapping[int, TakeMany],
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
         with self._env.begin(buffers=True) as txn:
             found = [txn.get(key, db=self._meta) for key in keys[first:stop]]
             places = [self._place(data) for data in found]
-            taken = self._take_many(first, places, take_many) if take_many else 0
-            read = taken * self.options.frame_bytes
-            for i, data, (page, size) in zip(
-                range(first + taken, stop), found[taken:], places[taken:], strict=True
-            ):
-                if data is None:
+            i = first
+            while i < stop:
+                run, size = self._run(places[i - first :])
+                if len(run) and size in take_many:
+                    taken = take_many[size](i, self._file, run)
+                    i, read = i + taken, read + taken * size
+                    if taken == len(run):
+                        continue
+                page, size = places[i - first]
+                if found[i - first] is None:
                     return ReadResult(i, "missing", read)
                 frame = buffer[:size]
                 fault = self._read_at(page, frame) or take(i, frame) if page else "unhinted"
@@ -385,18 +391,15 @@ class SsdTier:
                     fault = take(i, frame)
                 if fault is not None:
                     return ReadResult(i, fault, read)
-                read += len(frame)
+                i, read = i + 1, read + len(frame)
         return ReadResult(stop, None, read)
 
-    def _take_many(self, first: int, places: Sequence[tuple[int, int]], take_many: TakeMany) -> int:
-        """Hand over the leading frames whose places are known and that have the largest size."""
-        size = self.options.frame_bytes
+    @staticmethod
+    def _run(places: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], int]:
+        """Return where leading frames of one size lie, as far as that is known, and the size."""
+        size = places[0][1]
         pages = [page for page, _ in takewhile(lambda place: place[0] and place[1] == size, places)]
-        if not pages:
-            return 0
-        return take_many(
-            first, self._file, np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
-        )
+        return np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES, size
 
     def _place(self, data: bytes | memoryview | None) -> tuple[int, int]:
         """Return the page that a record names and the size there; 0 for what no file has."""

@@ -241,10 +241,14 @@ def test_a_store_is_packed_in_one_way_for_good(tmp_path: Path) -> None:
     [
         ({"ssd_formats": {"q": "nvfp4"}}, "group 'q', expected some of k, v"),
         ({"ssd_formats": {"k": "bf16"}}, "'k' cannot be packed as 'bf16', expected one of nvfp4"),
+        ({"ssd_formats": {"k": "zip"}}, "'k' cannot be packed as 'zip', expected .*, zstd"),
         ({"error_budget": -0.1}, "at least 0, found -0.1"),
         ({"error_budget": math.nan}, "at least 0, found nan"),
         ({"error_budget": "much"}, "at least 0, found 'much'"),
-        ({"ssd_formats": None, "error_budget": 0.1}, "nothing is packed: name ssd_formats"),
+        (
+            {"ssd_formats": None, "error_budget": 0.1},
+            "nothing is packed: name ssd_formats that lose",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_named(
@@ -272,7 +276,7 @@ def test_a_flipped_flag_is_a_bad_head() -> None:
     frames = PackingFormat(DENSE, BLOCK, Packing(FORMATS, 0.2))
     tokens = tokens_of(BLOCK)
     frame = frames.encode(HEADER, tokens, frames.entries_source(numbers(blocks=1)), 0)
-    assert frames.form_of(frame).packing_of(frame)[0]
+    assert frames.form_of(frame).is_packed
     found = frames.form_of(frame).header(memoryview(frame))
     assert found is not None
     assert found.is_packed
