@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 
 from kvstore.block import BlockKey
 from kvstore.cache.integrity import stored_fault
+from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
-from kvstore.cache.owner import namespace_facts
 from kvstore.errors import ConfigError, StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex, Segment
@@ -26,7 +27,16 @@ from kvstore.packing import Packing, frames_of
 from kvstore.policy.lru import Lru
 from kvstore.tier import directory
 from kvstore.tier.records import Record
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, SsdTier, minimum_capacity, open_ssd
+from kvstore.tier.ssd import (
+    MEDIUM_ERRORS,
+    PAGE_BYTES,
+    SsdOptions,
+    SsdTier,
+    minimum_capacity,
+    open_ssd,
+    pages_of,
+    usage_of,
+)
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""
@@ -153,20 +163,12 @@ def store_stats(path: Path) -> dict[str, Any]:
     """Return sizes and counts of a store as plain JSON values."""
     with opened(path) as store:
         ssd, block_tokens = store.ssd, store.frame_format.block_tokens
-        namespaces = {
-            number: {"model": "?", **entry, "id": number, "blocks": 0, "tokens": 0}
-            for number, entry in namespace_facts(ssd).items()
-        }
-        blocks, packing = 0, Metrics()
-        for _, record in ssd.records():
-            blocks += 1
+        records, packing = [record for _, record in ssd.records()], Metrics()
+        for record in records:
             packing.note_form(
                 record.error, is_packed=record.is_packed, is_compressed=record.is_compressed
             )
-            unnamed = {"id": record.namespace_id, "model": "?", "blocks": 0, "tokens": 0}
-            space = namespaces.setdefault(record.namespace_id, unnamed)
-            space["blocks"] += 1
-            space["tokens"] += block_tokens
+        blocks = len(records)
         tokens, live = blocks * block_tokens, ssd.live_bytes
         return {
             "path": str(path),
@@ -186,8 +188,26 @@ def store_stats(path: Path) -> dict[str, Any]:
             "block_errors": histogram(packing.block_errors),
             "bytes_per_token": float(store.form.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
-            "namespaces": [namespaces[number] for number in sorted(namespaces)],
+            "namespaces": _namespaces(store, records),
         }
+
+
+def _namespaces(store: OpenedStore, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return each namespace that is named or has blocks: who it is, and what it holds and may hold."""
+    facts, usage = namespace_facts(store.ssd), usage_of(records)
+    blocks = Counter(record.namespace_id for record in records)
+    return [
+        {
+            "model": "?",
+            "quota": None,
+            **facts.get(number, {}),
+            "id": number,
+            "blocks": blocks[number],
+            "tokens": blocks[number] * store.frame_format.block_tokens,
+            "bytes": usage[number],
+        }
+        for number in sorted(facts.keys() | blocks.keys())
+    ]
 
 
 def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
@@ -199,7 +219,9 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         ValueError: if it names none or several.
     """
     with opened(path) as store:
-        key, record = _find(store.ssd, prefix)
+        records = dict(store.ssd.records())
+        key = _find(store.ssd.path, records, prefix)
+        record = records[key]
         frame = store.ssd.frame(key)
         chain: list[dict[str, Any]] = []
         depth = 0
@@ -216,7 +238,7 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         header = (
             None if frame is None else store.frame_format.form_of(frame).header(memoryview(frame))
         )
-        space = namespace_facts(store.ssd).get(record.namespace_id)
+        spaces = _namespaces(store, list(records.values()))
         return {
             "key": key.hex(),
             "number": record.number,
@@ -224,12 +246,13 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
                 record.number * store.frame_format.block_tokens,
                 (record.number + 1) * store.frame_format.block_tokens,
             ],
-            "namespace": space or None,
+            "namespace": next(space for space in spaces if space["id"] == record.namespace_id),
             "sequence": record.sequence,
             "page": record.page,
             "expires": record.expires if 0 < record.expires < math.inf else None,
             "is_pinned": record.is_pinned,
             "frame_bytes": record.frame_bytes,
+            "bytes": pages_of(record.frame_bytes) * PAGE_BYTES,
             "is_packed": record.is_packed,
             "is_compressed": record.is_compressed,
             "error": record.error if math.isfinite(record.error) else None,
@@ -250,16 +273,14 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         }
 
 
-def _find(ssd: SsdTier, prefix: str) -> tuple[BlockKey, Record]:
+def _find(path: Path, keys: Iterable[BlockKey], prefix: str) -> BlockKey:
     wanted = prefix.lower()
-    found = [(key, record) for key, record in ssd.records() if key.hex().startswith(wanted)]
+    found = [key for key in keys if key.hex().startswith(wanted)]
     if len(found) != 1:
-        some = ", ".join(key.hex() for key, _ in found[:3])
-        msg = (
-            f"no block in {ssd.path} has a key that starts with {prefix!r}; list them without a key"
-        )
+        some = ", ".join(key.hex() for key in found[:3])
+        msg = f"no block in {path} has a key that starts with {prefix!r}; list them without a key"
         if found:
-            msg = f"{len(found)} blocks in {ssd.path} have keys that start with {prefix!r}: {some}; give more digits"
+            msg = f"{len(found)} blocks in {path} have keys that start with {prefix!r}: {some}; give more digits"
         raise ValueError(msg)
     return found[0]
 

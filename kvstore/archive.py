@@ -25,15 +25,16 @@ from kvstore import admin
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.cache.integrity import frame_fault, stored_fault
 from kvstore.cache.keys import KEYS_NAMESPACE, KEYS_ROOT
+from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
-from kvstore.cache.owner import namespace_facts
 from kvstore.errors import ConfigError, StoreError
 from kvstore.frame import Frames, Header
 from kvstore.hash import namespace_digest
 from kvstore.index import KeyedIndex, Segment
 from kvstore.namespace import Namespace
-from kvstore.opening import StoreFormat, format_text, resolved, size_bytes
+from kvstore.opening import StoreFormat, format_text, resolved
 from kvstore.policy.lru import Lru
+from kvstore.sizes import size_bytes
 from kvstore.tier.records import Record
 from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
 from kvstore.transfer import BARRIER_SECONDS
@@ -601,10 +602,10 @@ class _Import:
         if record is None or frame is None:
             return None
         header = self._manifest.frames.form_of(frame).header(memoryview(frame))
-        root = self._owned.namespaces.get(record.namespace_id, {}).get("root")
+        root = self._owned.namespaces.root(record.namespace_id)
         if header is None or root is None:
             return None
-        return _Seen(header.block_hash, header.number, BlockHash(bytes.fromhex(root)))
+        return _Seen(header.block_hash, header.number, root)
 
     def finish(self) -> None:
         """Queue the run that was gathered."""

@@ -11,12 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvstore.cache import Scope, SharedTiers
+from kvstore.cache.scope import quota_bytes
 from kvstore.errors import ConfigError
 from kvstore.layout import Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
-from kvstore.opening import format_text, resolved, share, size_bytes, unshare
+from kvstore.opening import format_text, resolved, share, unshare
 from kvstore.packing import Packing, frames_of, loses
+from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
 
@@ -31,9 +33,11 @@ class PrefixCache(Scope):
     process shares the first opening, counted, with the first one's options.
     """
 
-    def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
+    def __init__(
+        self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
+    ) -> None:
         self._is_open = True
-        super().__init__(shared, namespace)
+        super().__init__(shared, namespace, ssd_quota)
 
     @classmethod
     def open(
@@ -57,6 +61,7 @@ class PrefixCache(Scope):
         error_budget: float = math.inf,
         scrub_bytes_per_second: int | str = 0,
         read_threads: int | None = None,
+        ssd_quota: int | str | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -78,7 +83,9 @@ class PrefixCache(Scope):
         background, at that rate, as bytes or text such as ``"10MiB"``, past the kernel's cache where
         it can; 0 does not. Bad blocks are removed with what hangs on them, and counted.
         ``read_threads`` share a load, its caller included: by default as many as there are processors,
-        at most 4. ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
+        at most 4. ``ssd_quota`` caps what this ``namespace`` holds on SSD, within the store's cap; see
+        ``scope``, which takes one for each.
+        ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -96,6 +103,7 @@ class PrefixCache(Scope):
         now = clock if clock is not None else time.monotonic
         pool_bytes = size_bytes(window_bytes, "window_bytes")
         scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
+        quota = quota_bytes(ssd_quota)
         directory = resolved(path)
         options = SsdOptions(
             capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
@@ -137,7 +145,7 @@ class PrefixCache(Scope):
 
         shared = share(directory, options, SharedTiers, build)
         try:
-            return cls(shared, namespace)
+            return cls(shared, namespace, quota)
         except BaseException:
             unshare(shared)
             raise

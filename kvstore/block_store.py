@@ -11,7 +11,8 @@ from kvstore.cache.keyed import Bytes, KeyedBlocks
 from kvstore.cache.keys import Key, NamedBlock, keyed_format, named
 from kvstore.errors import ConfigError
 from kvstore.host import host_bytes, writable_bytes
-from kvstore.opening import format_text, resolved, share, size_bytes, unshare
+from kvstore.opening import format_text, resolved, share, unshare
+from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 
 

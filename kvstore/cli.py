@@ -132,16 +132,20 @@ def stats(directory: Path, /, *, as_json: Json = False) -> int:
             *((f"relative error {bound}", f"{n:,}") for bound, n in found["block_errors"].items()),
         ]
         write_table(["at rest", "blocks"], packed)
-    rows = [
-        [
-            str(n["id"]),
-            *(str(n.get(name) or "-") for name in _NAMESPACE_COLUMNS),
-            f"{n['blocks']:,}",
-        ]
-        for n in found["namespaces"]
+    spaces = found["namespaces"]
+    names = [
+        [str(n["id"]), *(str(n.get(name) or "-") for name in _NAMESPACE_COLUMNS)] for n in spaces
     ]
-    write_table(["namespace", *_NAMESPACE_COLUMNS, "blocks"], rows)
+    write_table(["namespace", *_NAMESPACE_COLUMNS], names)
+    held = [
+        [str(n["id"]), f"{n['blocks']:,}", f"{n['bytes']:,}", _quota(n["quota"])] for n in spaces
+    ]
+    write_table(["namespace", "blocks", "bytes", "quota"], held)
     return OK
+
+
+def _quota(quota: int | None) -> str:
+    return "-" if quota is None else f"{quota:,}"
 
 
 _LABEL_SHOWN = 20
@@ -210,19 +214,23 @@ def _error(error: float | None) -> str:
 
 def _block_rows(block: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what the table of one block shows: label and value."""
-    space, header = block["namespace"] or {}, block["header"] or {}
+    space, header = block["namespace"], block["header"] or {}
     first, stop = block["tokens"]
     return [
         ("state", block["fault"] or "intact"),
         ("number", str(block["number"])),
         ("tokens", f"{first:,} to {stop - 1:,}"),
-        ("model", str(space.get("model", "unknown"))),
+        ("model", str(space["model"])),
         ("tenant", str(space.get("tenant") or "-")),
+        ("blocks of its namespace", f"{space['blocks']:,}"),
+        ("bytes of its namespace", f"{space['bytes']:,}"),
+        ("quota of its namespace", _quota(space["quota"])),
         ("last use (sequence)", str(block["sequence"])),
         ("stored at (sequence)", str(header.get("sequence", "-"))),
         ("pinned", "yes" if block["is_pinned"] else "no"),
         ("expires", str(block["expires"] or "never")),
         ("frame bytes", f"{block['frame_bytes']:,}"),
+        ("bytes in the file", f"{block['bytes']:,}"),
         ("payload bytes", f"{header.get('payload_bytes', 0):,}"),
         ("packed at rest", "yes" if block["is_packed"] else "no"),
         ("compressed at rest", "yes" if block["is_compressed"] else "no"),

@@ -9,7 +9,7 @@ simulator run the very same objects.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -103,6 +103,8 @@ class PrefixIndex:
     def __init__(self, policy: Policy[Segment]) -> None:
         self.root = Segment(None, b"", 0, 0)
         self._policy = policy
+        self._apart: dict[int, Policy[Segment]] = {}
+        """A second policy for namespaces that were evicted from alone: one for those of one call."""
         self.blocks = 0
         self.segments = 0
         self.expiring = 0
@@ -143,7 +145,8 @@ class PrefixIndex:
         upper.children[lower.keys[:KEY_BYTES]] = lower
         self.segments += 1
         self.expiring += upper.expires != NEVER
-        self._policy.split(upper, lower)
+        for policy in self._policies(upper):
+            policy.split(upper, lower)
         return upper
 
     def extend(
@@ -159,7 +162,8 @@ class PrefixIndex:
             return self.insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
         self.blocks += len(keys) // KEY_BYTES
         parent.keys += keys
-        self._policy.touch(parent)
+        for policy in self._policies(parent):
+            policy.touch(parent)
         return parent
 
     def insert(
@@ -175,7 +179,8 @@ class PrefixIndex:
         parent.children[keys[:KEY_BYTES]] = child
         self.segments += 1
         self.expiring += expires != NEVER
-        self._policy.insert(child)
+        for policy in self._policies(child):
+            policy.insert(child)
         return child
 
     def touch(self, segment: Segment, now: int) -> None:
@@ -186,7 +191,8 @@ class PrefixIndex:
         """
         if segment.parent is not None:
             segment.last_use = now
-            self._policy.touch(segment)
+            for policy in self._policies(segment):
+                policy.touch(segment)
 
     def renew(self, segment: Segment, expires: float) -> list[Segment]:
         """Let ``segment`` and its ancestors live at least until ``expires``; return the changed."""
@@ -216,7 +222,7 @@ class PrefixIndex:
         assert segment.pins > 0, "unpinned more often than pinned"
         segment.pins -= 1
         if segment.is_evictable and segment.is_live:
-            self._policy.release(segment)
+            self._release(segment)
 
     def is_pinned(self, segment: Segment) -> bool:
         """Say whether a pin protects ``segment`` or anything that hangs on it."""
@@ -228,19 +234,46 @@ class PrefixIndex:
             pending.extend(node.children.values())
         return False
 
-    def evict(self, blocks: int, now: float = -NEVER) -> list[BlockKey]:
+    def _policies(self, segment: Segment) -> tuple[Policy[Segment], ...]:
+        """Return who hears of what happens to a segment."""
+        apart = self._apart.get(segment.namespace_id)
+        return (self._policy,) if apart is None else (self._policy, apart)
+
+    def _release(self, segment: Segment) -> None:
+        for policy in self._policies(segment):
+            policy.release(segment)
+
+    def _policy_of(self, namespace_ids: Collection[int]) -> Policy[Segment]:
+        """Return the policy that orders the segments of these namespaces alone."""
+        known = [self._apart.get(number) for number in namespace_ids]
+        if known[0] is not None and all(policy is known[0] for policy in known):
+            return known[0]
+        apart = self._policy.fresh()
+        segments = (segment for segment in self if segment.namespace_id in namespace_ids)
+        for segment in sorted(segments, key=lambda each: (each.last_use, each.start)):
+            apart.insert(segment)
+        self._apart.update(dict.fromkeys(namespace_ids, apart))
+        return apart
+
+    def evict(
+        self, blocks: int, now: float = -NEVER, among: Collection[int] | None = None
+    ) -> list[BlockKey]:
         """Remove at least ``blocks`` blocks if pins allow, expired ones first.
 
-        Returns their keys, deepest first.
+        Returns their keys, deepest first. With ``among`` only blocks of those namespaces go, one or
+        more; those of one call stay together in every later one, which may name more.
 
         Leaf-first and tail-first inside a segment, so what stays is closed under prefixes.
+
+        Cost: O(log n) a segment; the first time among the same namespaces, a walk over all segments.
         """
+        policy = self._policy if among is None else self._policy_of(among)
         removed: list[BlockKey] = []
         if self.expiring:
-            for segment in [s for s in self if s.expires <= now]:
+            for segment in [s for s in self if s.expires <= now and policy in self._policies(s)]:
                 self._remove_subtree(segment, removed)
         while len(removed) < blocks:
-            victim = self._policy.victim()
+            victim = policy.victim()
             if victim is None:
                 break
             assert victim.is_evictable, "the policy chose a protected segment"
@@ -292,16 +325,17 @@ class PrefixIndex:
         self.blocks -= count
         if first:
             segment.keys = keys[:first]
-            self._policy.release(segment)
+            self._release(segment)
             return
-        self._policy.remove(segment)
+        for policy in self._policies(segment):
+            policy.remove(segment)
         del parent.children[keys[:KEY_BYTES]]
         segment.keys = b""
         self.segments -= 1
         self.expiring -= segment.expires != NEVER
         parent.last_use = max(parent.last_use, segment.last_use)
         if parent.is_evictable:
-            self._policy.release(parent)
+            self._release(parent)
 
     def namespace_blocks(self) -> dict[int, int]:
         """Return how many blocks each namespace holds."""

@@ -67,7 +67,7 @@ class Metrics:
     present_blocks: int = 0
     """Blocks offered that were already there: the first writer won."""
     dropped_blocks: Counter[str] = field(default_factory=Counter)
-    """By reason: queue_full, no_parent, no_room, not_written, write_error, reader, closed."""
+    """By reason: queue_full, no_parent, no_room, quota, not_written, write_error, reader, closed."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By what failed: header, identity, tokens, checksum, parent, missing, io."""
     late_blocks: int = 0
@@ -76,6 +76,8 @@ class Metrics:
     """Blocks that the background scrub read."""
     evicted_blocks: Counter[str] = field(default_factory=Counter)
     """By tier."""
+    quota_evicted_blocks: int = 0
+    """Those of them that went from the SSD tier because their namespace was at its quota."""
     expired_leases: int = 0
     shared_opens: int = 0
     write_errors: int = 0
@@ -148,6 +150,7 @@ class Metrics:
             "late_blocks": self.late_blocks,
             "scrubbed_blocks": self.scrubbed_blocks,
             "evicted_blocks": dict(self.evicted_blocks),
+            "quota_evicted_blocks": self.quota_evicted_blocks,
             "expired_leases": self.expired_leases,
             "shared_opens": self.shared_opens,
             "write_errors": self.write_errors,

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvstore import admin
 from kvstore.errors import ConfigError
-from kvstore.opening import resolved, size_bytes
+from kvstore.opening import resolved
+from kvstore.sizes import size_bytes
 from kvstore.tier import directory
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")

@@ -20,6 +20,9 @@ def cut(path: bytes) -> list[bytes]:
 
 # ---- the oracle --------------------------------------------------------------------------------
 
+Among = tuple[int, ...] | None
+"""Namespaces that an eviction keeps to."""
+
 
 @dataclass
 class Block:
@@ -60,20 +63,26 @@ class Oracle:
             assert keys[depth] not in self.blocks
             self.blocks[keys[depth]] = Block(parent, depth + 1, namespace_id, tick, expires)
 
-    def leaves(self) -> list[bytes]:
+    def leaves(self, among: Among = None) -> list[bytes]:
         parents = {block.parent for block in self.blocks.values()}
-        return [key for key in self.blocks if key not in parents and key not in self.pins]
+        return [
+            key
+            for key, block in self.blocks.items()
+            if key not in parents
+            and key not in self.pins
+            and (among is None or block.namespace_id in among)
+        ]
 
-    def next_victim(self) -> bytes | None:
-        leaves = self.leaves()
+    def next_victim(self, among: Among = None) -> bytes | None:
+        leaves = self.leaves(among)
         return min(leaves, key=lambda k: (self.blocks[k].use, -self.blocks[k].depth), default=None)
 
-    def evict(self, count: int, now: float) -> tuple[set[bytes], list[bytes]]:
+    def evict(self, count: int, now: float, among: Among = None) -> tuple[set[bytes], list[bytes]]:
         expired = {key for key, block in self.blocks.items() if block.expires <= now}
         expired |= {key for key in self.blocks if any(a in expired for a in self.line(key))}
         gone: set[bytes] = set()
         while True:
-            free = [key for key in self.leaves() if key in expired]
+            free = [key for key in self.leaves(among) if key in expired]
             if not free:
                 break
             for key in free:
@@ -81,7 +90,7 @@ class Oracle:
             gone.update(free)
         order: list[bytes] = []
         while len(gone) + len(order) < count:
-            victim = self.next_victim()
+            victim = self.next_victim(among)
             if victim is None:
                 break
             del self.blocks[victim]
@@ -236,13 +245,18 @@ class Fuzzer:
     def evict(self) -> None:
         count = self.random.choice([0, 1, 1, 2, 3, 5, 8, 40])
         now = self.random.choice([self.now, -NEVER])
+        among: Among = self.random.choice([None, None, (1000,), (1001, 1002)])
         before = len(self.oracle.blocks)
-        removed = self.index.evict(count, now)
-        expired, order = self.oracle.evict(count, now)
+        of_others = {
+            k for k, b in self.oracle.blocks.items() if b.namespace_id not in (among or ())
+        }
+        removed = self.index.evict(count, now, among)
+        expired, order = self.oracle.evict(count, now, among)
+        assert among is None or of_others.isdisjoint(removed), "a block of another namespace went"
         assert set(removed[: len(expired)]) == expired
         assert removed[len(expired) :] == order, "victims differ from leaf-first LRU"
         assert len(removed) == len(set(removed)) == before - len(self.oracle.blocks)
-        assert len(removed) >= min(count, before) or not self.oracle.leaves()
+        assert len(removed) >= min(count, before) or not self.oracle.leaves(among)
         assert len(removed) <= max(count, len(expired))
 
     def remove_from(self) -> None:
@@ -585,6 +599,29 @@ def test_a_match_ends_at_the_first_difference_wherever_it_lies(shared: int) -> N
     put(index, list(range(33)), 1)
     position = index.match(path_of([*range(shared), 999, 998]))
     assert (position.depth, position.inside) == (shared, shared)
+
+
+def test_a_namespace_that_joins_others_is_evicted_with_them_by_last_use() -> None:
+    index, _ = make_index()
+    for number, tick in ((1, 10), (2, 5), (1, 1), (3, 0)):
+        keys = path_of([tick, tick])
+        index.insert(index.root, keys, now=tick, namespace_id=number)
+    first, second = path_of([1, 1]), path_of([5, 5])
+    assert index.evict(1, among=[1]) == cut(first)[1:]
+    assert index.evict(3, among=[1, 2]) == [*cut(first)[:1], *reversed(cut(second))]
+    assert index.evict(9, among={2, 1}) == list(reversed(cut(path_of([10, 10]))))
+    assert index.evict(9, among=[1, 2]) == []
+    assert depth(index, [0, 0]) == 2
+
+
+def test_a_policy_of_some_namespaces_stays_bounded_as_the_first_does() -> None:
+    index, policy = make_index()
+    kept = index.insert(index.root, path_of([1]), now=0, namespace_id=1)
+    index.evict(0, among=[1])
+    for tick in range(10_000):
+        index.touch(kept, tick + 1)
+    assert len(index._policy_of([1])._heap) <= 70  # type: ignore[attr-defined]
+    assert len(policy._heap) <= 70
 
 
 class Stubborn(Lru[Segment]):

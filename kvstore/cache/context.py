@@ -13,6 +13,7 @@ _WHY = {
     "no_room": "all else in the tier is in use, pinned, or an ancestor of theirs",
     "not_written": "the engine did not finish writing its pages in time",
     "queue_full": "the queue was full",
+    "quota": "the quota of their namespace is in use, by what is pinned or an ancestor of theirs",
     "reader": "this process only reads the store",
     "write_error": "the disk failed",
 }

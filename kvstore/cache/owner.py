@@ -6,25 +6,25 @@ delete, so at no time does it name a block that is not there.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import groupby
 from typing import Any
 
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
+from kvstore.cache.namespaces import Line, Namespaces
 from kvstore.cache.prefix import Chain
 from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.tier.records import Record
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, is_map_full
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, is_map_full, usage_in
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ RETRY_EVICTION_BLOCKS = 16
 """Blocks freed before a commit that found no room is tried once more. docs/decisions/0009."""
 FULL_RETRIES = 3
 """Pages freed in a transaction come back two later, so one eviction is not enough on a full disk."""
+QUOTA_SLACK = 0.04
+"""Share of a quota that is freed beyond what must go: as far as the tier's watermarks lie apart."""
 WRITE_ERRORS_TO_READ_ONLY = 3
 """Failed writes in a row after which writing stops. docs/decisions/0009."""
 
@@ -71,6 +73,20 @@ class _Run:
     @property
     def first(self) -> int:
         return self.blocks[0].number
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Most bytes that may be in use, of everything or of some namespaces."""
+
+    used: Callable[[], int]
+    high: int
+    low: int
+    """What is left when ``high`` would be crossed."""
+    among: frozenset[int] | None
+    """Whose blocks go; None for all."""
+    reason: str
+    """Why blocks are dropped for which no room can be made."""
 
 
 @dataclass(slots=True)
@@ -128,12 +144,7 @@ class OwnedSsd:
         """Whether the last commit found no room though blocks were evicted for it: a reader that is
         stuck keeps their pages, and evicting more would only empty the store."""
         self.is_read_only = False
-        self.namespaces: dict[int, dict[str, Any]] = namespace_facts(ssd)
-        self._namespace_ids = {
-            entry["root"]: number
-            for number, entry in self.namespaces.items()
-            if isinstance(entry.get("root"), str)
-        }
+        self.namespaces = Namespaces(context, ssd)
         self._rebuild()
         self._writer: Writer[Ticket] = Writer(
             self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
@@ -142,6 +153,7 @@ class OwnedSsd:
     def _rebuild(self) -> None:
         """Fill the index from the records; delete and count what hangs on nothing."""
         records = self.ssd.records()
+        self.ssd.usage = usage_in(records)
         orphans = rebuild(self.index, records, self._stick)
         newest = int(records.sequence.max(initial=0))
         self._context.sequence = max(self._context.sequence, newest)
@@ -243,32 +255,13 @@ class OwnedSsd:
     ) -> Ticket | None:
         """Return the ticket of a store call, None if its namespace could not be written down."""
         try:
-            number = self._namespace_id(prefix.root, namespace)
+            number = self.namespaces.number(prefix.root, namespace)
         except MEDIUM_ERRORS as error:
             self._note_write_error(error)
             return None
         with self._context.lock:
             tick = self._context.next_sequence()
         return Ticket(prefix, number, tick, expires, is_pinned)
-
-    def _namespace_id(self, root: BlockHash, namespace: Mapping[str, Any]) -> int:
-        """Return the number of a namespace, giving it one when it first stores something."""
-        name = root.hex()
-        with self._context.lock:
-            known = self._namespace_ids.get(name)
-            if known is not None:
-                return known
-            number = next(free for free in count(1) if free not in self.namespaces)
-            entry = {"root": name, **namespace}
-            self.namespaces[number] = entry
-            self._namespace_ids[name] = number
-        try:
-            self.ssd.set_fact(f"namespace:{number}", json.dumps(entry).encode())
-        except MEDIUM_ERRORS:
-            with self._context.lock:  # a number without a name would be given away after a restart
-                del self.namespaces[number], self._namespace_ids[name]
-            raise
-        return number
 
     def _renew(
         self, prefix: Chain, blocks: int, expires: float, *, is_pinned: bool
@@ -432,39 +425,60 @@ class OwnedSsd:
         return pinned
 
     def _make_room(self, runs: list[_Run]) -> None:
-        """Evict to the low watermark if the batch would cross the high one; cut what is over."""
-        ssd = self.ssd
-        incoming = sum(ssd.stored_bytes(block.frame) for run in runs for block in run.blocks)
-        self._free(incoming, ssd.high_bytes, ssd.low_bytes)
-        room = ssd.high_bytes - ssd.live_bytes
+        """Evict where the batch would cross a limit, and cut what is over: quotas, then the cap."""
+        for line in self.namespaces.lines(run.ticket.namespace_id for run in runs):
+            if line.quota is not None:
+                theirs = [run for run in runs if run.ticket.namespace_id in line.numbers]
+                self._fit(theirs, self._quota(line, line.quota))
+        self._fit(runs, self._cap(self.ssd.high_bytes, self.ssd.low_bytes))
+        runs[:] = [run for run in runs if run.blocks]
+
+    def _cap(self, high: int, low: int) -> _Limit:
+        """Return the watermarks of the tier as a limit."""
+        return _Limit(lambda: self.ssd.live_bytes, high, low, None, "no_room")
+
+    def _quota(self, line: Line, quota: int) -> _Limit:
+        """Return what a namespace may hold as a limit."""
+        usage, numbers = self.ssd.usage, frozenset(line.numbers)
+        low = quota - int(QUOTA_SLACK * quota)
+        return _Limit(lambda: sum(usage[n] for n in numbers), quota, low, numbers, "quota")
+
+    def _fit(self, runs: Iterable[_Run], limit: _Limit) -> None:
+        """Make room for runs below a limit, and cut off what finds none."""
+        size = self.ssd.stored_bytes
+        self._free(limit, sum(size(block.frame) for run in runs for block in run.blocks))
+        room = limit.high - limit.used()
         for run in runs:
             fitting = 0
             for block in run.blocks:
-                room -= ssd.stored_bytes(block.frame)
+                room -= size(block.frame)
                 if room < 0:
                     break
                 fitting += 1
-            self._context.count_drop("no_room", len(run.blocks) - fitting)
+            self._context.count_drop(limit.reason, len(run.blocks) - fitting)
             del run.blocks[fitting:]
-        runs[:] = [run for run in runs if run.blocks]
 
-    def _free(self, incoming: int, high: int, low: int) -> int:
-        """Evict down to ``low`` if ``incoming`` bytes would cross ``high``; return the blocks gone."""
-        ssd, gone = self.ssd, 0
+    def _free(self, limit: _Limit, incoming: int = 0) -> int:
+        """Evict to the low mark if ``incoming`` bytes would cross the high one; return the blocks gone."""
+        gone = 0
         # Blocks may be smaller than the largest: one round may free too little, never too much.
-        while need := plan.room(ssd.live_bytes, incoming, high, low):
-            evicted = self._evict(-(-need.bytes // ssd.block_bytes))
+        while need := plan.room(limit.used(), incoming, limit.high, limit.low):
+            evicted = self._evict(-(-need.bytes // self.ssd.block_bytes), limit.among)
             gone += evicted
             if not evicted or self._undeleted:  # nothing may leave, or deleting fails
                 break
         return gone
 
-    def _evict(self, blocks: int) -> int:
-        """Remove blocks by the policy from index and medium; return how many went."""
+    def _evict(self, blocks: int, among: frozenset[int] | None = None) -> int:
+        """Remove blocks by the policy from index and medium; return how many went.
+
+        With ``among`` only those of some namespaces, which is done for their quota.
+        """
         with self._context.lock:
             self._give_up_leases()
-            keys = self.index.evict(blocks, self._context.wall_clock())
+            keys = self.index.evict(blocks, self._context.wall_clock(), among)
             self._context.metrics.evicted_blocks["ssd"] += len(keys)
+            self._context.metrics.quota_evicted_blocks += 0 if among is None else len(keys)
         self._delete(keys)
         return len(keys)
 
@@ -588,14 +602,32 @@ class OwnedSsd:
         """
         try:
             with self._changing:
-                return self._free(0, live_bytes, live_bytes)
+                return self._free(self._cap(live_bytes, live_bytes))
         except MEDIUM_ERRORS as error:
             msg = f"the store at {self.ssd.path} cannot be read: {error}"
             raise StoreError(msg) from error
 
+    def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
+        """Let a namespace hold ``quota`` bytes, through all its generations; evict what is over now.
+
+        It is in force until another is set, also after a restart.
+
+        Raises:
+            StoreError: if it cannot be recorded, and then the old one stays in force; or if the
+                blocks that are over cannot be deleted now.
+        """
+        try:
+            number = self.namespaces.set_quota(root, namespace, quota)
+            with self._changing:
+                self._free(self._quota(self.namespaces.line(number), quota))
+        except MEDIUM_ERRORS as error:
+            self._note_write_error(error)
+            msg = f"the quota of {quota} bytes cannot be recorded in {self.ssd.path}: {error}"
+            raise StoreError(msg) from error
+
     def clear(self, root: BlockHash) -> int:
         """Remove every block of one namespace; return how many went."""
-        number = self._namespace_ids.get(root.hex())
+        number = self.namespaces.find(root)
         if number is None:
             return 0
         self.flush()
@@ -646,12 +678,8 @@ class OwnedSsd:
             self._writer.close()
 
     def namespace_counts(self) -> list[dict[str, Any]]:
-        """Return the namespaces with the blocks that each holds."""
-        counts = self.index.namespace_blocks()
-        return [
-            {"id": number, "blocks": counts.get(number, 0), **entry}
-            for number, entry in sorted(self.namespaces.items())
-        ]
+        """Return the namespaces with what each holds, and may hold."""
+        return self.namespaces.table(self.index.namespace_blocks(), self.ssd.usage)
 
     @property
     def alarms(self) -> list[str]:
@@ -669,18 +697,3 @@ class OwnedSsd:
 def _stored_expiry(expires: float) -> float:
     """Return an expiry as records hold it: 0 for never."""
     return 0.0 if expires == NEVER else expires
-
-
-def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
-    """Return the namespaces that a store names, by number; the name of a damaged one is empty."""
-    found: dict[int, dict[str, Any]] = {}
-    for text, value in ssd.facts("namespace:").items():
-        if not (text.isascii() and text.isdigit() and len(text) <= 10):
-            continue
-        try:
-            entry = json.loads(value)
-        except (ValueError, RecursionError):
-            entry = None
-        fields = entry.items() if isinstance(entry, dict) else ()
-        found[int(text)] = {k: v for k, v in fields if v is None or isinstance(v, str | int)}
-    return found

@@ -28,6 +28,7 @@ from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.pages import Pages
 from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.sizes import size_bytes
 from kvstore.transfer import Job
 from kvstore.window import check_snapshot, copy_of
 
@@ -48,9 +49,13 @@ class Scope:
     Threads: every method may be called from any thread; a ``Match`` belongs to one.
     """
 
-    def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
+    def __init__(
+        self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
+    ) -> None:
         self._shared = shared
         self._bind(namespace)
+        if ssd_quota is not None:
+            shared.set_quota(self._root, asdict(self.namespace), ssd_quota)
 
     def _bind(self, namespace: Namespace) -> None:
         """Fix the root of every chain of this scope."""
@@ -78,10 +83,21 @@ class Scope:
         """``"owner"`` if this process writes, ``"reader"`` otherwise."""
         return "owner" if self._shared.is_owner else "reader"
 
-    def scope(self, namespace: Namespace) -> Scope:
-        """Return the same tiers as seen by another tenant, adapter or model revision."""
+    def scope(self, namespace: Namespace, *, ssd_quota: int | str | None = None) -> Scope:
+        """Return the same tiers as seen by another tenant, adapter or model revision.
+
+        ``ssd_quota`` caps what that namespace holds on SSD, through all its generations: bytes of its
+        frames in the file, or text such as ``"4GiB"``. At its quota it evicts its own blocks and no
+        others'; what is over is evicted now. It is recorded and holds, after a restart too, until
+        another is given; one of the store's cap or more never binds, and with 0 nothing is stored.
+        A reader ignores it.
+
+        Raises:
+            ConfigError: if it is no size, or less than one block.
+            StoreError: if it cannot be recorded.
+        """
         self._shared.guard()
-        return Scope(self._shared, namespace)
+        return Scope(self._shared, namespace, quota_bytes(ssd_quota))
 
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()
@@ -487,6 +503,11 @@ class Scope:
         """Go on to the generation that another scope of this namespace has begun."""
         if not self._shared.is_current(self._line, self.namespace.generation):
             self._bind(self.namespace)
+
+
+def quota_bytes(ssd_quota: int | str | None) -> int | None:
+    """Return a quota as bytes, None for none given. Raises ``ConfigError``."""
+    return None if ssd_quota is None else size_bytes(ssd_quota, "ssd_quota")
 
 
 class Device:

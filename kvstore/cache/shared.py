@@ -16,12 +16,12 @@ from kvstore.block import KEY_BYTES, BlockHash
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
+from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
-from kvstore.cache.owner import namespace_facts
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.prefix import Prefix
 from kvstore.cache.reading import Limits, Reads, Take
-from kvstore.errors import StoreError
+from kvstore.errors import ConfigError, StoreError
 from kvstore.frame import Frames, Header, Wave
 from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
@@ -124,6 +124,22 @@ class SharedTiers(OpenStore):
             raise StoreError(msg) from error
         with self.context.lock:
             self._generations[line] = max(generation, self._generations.get(line, 0))
+
+    def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
+        """Cap what a namespace holds on SSD, in bytes; nothing in a reader, which stores nothing.
+
+        Raises:
+            ConfigError: if no block fits in it. With 0 the namespace stores nothing.
+            StoreError: if it cannot be recorded.
+        """
+        if 0 < quota < self.ssd.block_bytes:
+            msg = (
+                f"ssd_quota is {quota}, expected at least the {self.ssd.block_bytes} bytes of one block, "
+                "or 0 for a namespace that stores nothing"
+            )
+            raise ConfigError(msg)
+        if self.owned is not None:
+            self.owned.set_quota(root, namespace, quota)
 
     # ---- looking up ----------------------------------------------------------------------------
 
@@ -568,7 +584,10 @@ class SharedTiers(OpenStore):
                 "window": self.window.stats(),
                 "scrub": self._scrub_stats(),
                 "index": {"segments": self.owned.index.segments if self.owned is not None else 0},
-                "namespaces": [{"id": number, **entry} for number, entry in sorted(named.items())]
+                "namespaces": [
+                    {"id": number, "quota": None, **entry}
+                    for number, entry in sorted(named.items())
+                ]
                 if self.owned is None
                 else self.owned.namespace_counts(),
                 "counters": self.metrics.as_dict(),

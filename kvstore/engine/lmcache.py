@@ -29,7 +29,8 @@ from typing_extensions import override
 from kvstore.block_store import BlockStore
 from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.opening import resolved, size_bytes
+from kvstore.opening import resolved
+from kvstore.sizes import size_bytes
 from kvstore.tier.directory import VERSION_FILE
 from kvstore.transfer import TaskThread
 

@@ -32,7 +32,7 @@ from kvstore.engine.options import check_options
 from kvstore.engine.trailing import TrailingPages
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.host import host_bytes, writable_bytes
-from kvstore.opening import size_bytes
+from kvstore.sizes import size_bytes
 
 try:
     from sglang.srt.mem_cache.hicache_storage import (

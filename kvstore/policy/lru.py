@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import count
-from typing import Generic
+from typing import Generic, Self
 
 from typing_extensions import override
 
@@ -23,6 +23,10 @@ class Lru(Policy[S], Generic[S]):
         self._heap: list[tuple[int, int, int, S]] = []
         self._order = count()  # breaks ties, so that segments themselves are never compared
         self._live = 0
+
+    @override
+    def fresh(self) -> Self:
+        return type(self)()
 
     def _push(self, segment: S) -> None:
         heapq.heappush(self._heap, (segment.last_use, -segment.stop, next(self._order), segment))

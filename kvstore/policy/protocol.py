@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 
 class Evictable(Protocol):
@@ -38,8 +38,12 @@ class Policy(Protocol[S]):
     Threads: none; the index's caller serialises.
     """
 
+    def fresh(self) -> Self:
+        """Return another policy of this kind that knows no segment yet."""
+        ...
+
     def insert(self, segment: S) -> None:
-        """Hear of a new leaf."""
+        """Hear of a new leaf; from one that was asked for later, of what there is by then."""
         ...
 
     def touch(self, segment: S) -> None:

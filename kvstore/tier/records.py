@@ -146,6 +146,11 @@ class Records:
         return np.ascontiguousarray(self._rows["namespace_id"])
 
     @property
+    def frame_bytes(self) -> NDArray[np.int64]:
+        """Sizes of their frames."""
+        return self._rows["frame_bytes"].astype(np.int64)
+
+    @property
     def sequence(self) -> NDArray[np.uint64]:
         """Their order of recency, at most 2**63."""
         found: NDArray[np.uint64] = np.minimum(self._rows["sequence"], np.uint64(_LAST_SEQUENCE))

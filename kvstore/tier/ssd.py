@@ -19,12 +19,13 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lmdb
 import numpy as np
@@ -98,6 +99,8 @@ class Put:
     frame: bytearray
 
 
+IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
 """Reads frames of one size itself: ``take_many(i, file, offsets)`` takes them for blocks from i on, and
 returns how many it took before one was not good."""
@@ -128,9 +131,25 @@ class SsdOptions:
     """Frames differ in size."""
 
 
-def pages_of(frame_bytes: int) -> int:
-    """Return how many pages LMDB takes for a value of ``frame_bytes``."""
+def pages_of(frame_bytes: IntOrArray) -> IntOrArray:
+    """Return how many pages LMDB takes for a value of ``frame_bytes``, or for each of some."""
     return -(-(PAGE_HEADER_BYTES + frame_bytes) // PAGE_BYTES)
+
+
+def usage_of(records: Iterable[Record]) -> Counter[int]:
+    """Return the bytes that the frames of each namespace take in the file, as their records say."""
+    usage: Counter[int] = Counter()
+    for record in records:
+        usage[record.namespace_id] += pages_of(record.frame_bytes) * PAGE_BYTES
+    return usage
+
+
+def usage_in(records: Records) -> Counter[int]:
+    """Return the same of every record of a store."""
+    numbers, which = np.unique(records.namespace_id, return_inverse=True)
+    used = np.zeros(len(numbers), np.int64)
+    np.add.at(used, which, pages_of(records.frame_bytes) * PAGE_BYTES)
+    return Counter(dict(zip(numbers.tolist(), used.tolist(), strict=True)))
 
 
 def commit_blocks(capacity_bytes: int, frame_bytes: int) -> int:
@@ -179,6 +198,9 @@ class SsdTier:
         high, low = (_MIXED_HIGH, _MIXED_LOW) if options.is_mixed else (_HIGH, _LOW)
         self.high_bytes = min(int(high * self.capacity_bytes), self.capacity_bytes - spare)
         self.low_bytes = max(0, self.high_bytes - int((high - low) * self.capacity_bytes))
+        self.usage: Counter[int] = Counter()
+        """Bytes that the frames of each namespace take: what changes is counted with its commit,
+        from what the owner found in the records."""
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
         self._scratch = threading.local()
@@ -434,6 +456,7 @@ class SsdTier:
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
+        replaced: list[Record] = []
         with self._changing(buffers=True) as txn:
             for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
@@ -442,9 +465,12 @@ class SsdTier:
                 value = txn.get(item.key, db=self._pay)
                 record = item.record.pack(0 if value is None else _page_of(value))
                 if not txn.put(item.key, record, db=self._meta, overwrite=False):
-                    self._drop_age(txn, txn.get(item.key, db=self._meta))  # a delete has failed
+                    # A delete has failed.
+                    replaced += self._drop_age(txn, txn.get(item.key, db=self._meta))
                     txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
+        self.usage.update(usage_of(item.record for item in puts))
+        self.usage.subtract(usage_of(replaced))
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
@@ -482,18 +508,22 @@ class SsdTier:
             first += count
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
+        gone: list[Record] = []
         with self._changing() as txn:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
-                    self._drop_age(txn, data)
+                    gone += self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
+        self.usage.subtract(usage_of(gone))
 
-    def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> None:
-        """Delete the row of ``age`` that belongs to a stored record, if there is one."""
+    def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> list[Record]:
+        """Delete the row of ``age`` that belongs to a stored record; return that if it is one."""
         record = None if data is None else Record.unpack(data)
-        if record is not None:
-            txn.delete(_SEQUENCE.pack(record.sequence), db=self._age)
+        if record is None:
+            return []
+        txn.delete(_SEQUENCE.pack(record.sequence), db=self._age)
+        return [record]
 
     def lacks_room(self, error: BaseException, blocks: int) -> bool:
         """Say whether a write of ``blocks`` blocks failed for want of space.
@@ -711,8 +741,13 @@ class SsdTier:
 
     def set_fact(self, name: str, value: bytes) -> None:
         """Store a small named value durably."""
+        self.set_facts({name: value})
+
+    def set_facts(self, values: Mapping[str, bytes]) -> None:
+        """Store small named values durably, all or none."""
         with self._changing() as txn:
-            txn.put(name.encode(), value, db=self._sys)
+            for name, value in values.items():
+                txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
 

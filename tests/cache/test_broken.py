@@ -870,7 +870,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
         def fail(*_args: Any, **_options: Any) -> Any:
             raise lmdb.DiskError("gone")
 
-        for name in ("put", "delete", "amend", "set_fact", "fact", "facts", "_read_batch", "sync"):
+        for name in ("put", "delete", "amend", "set_facts", "fact", "facts", "_read_batch", "sync"):
             monkeypatch.setattr(cache._shared.ssd, name, fail)
         monkeypatch.setattr(ssd_module.SsdTier, "live_bytes", property(fail))
         other = tokens_of(33, seed=1)

@@ -32,6 +32,7 @@ from kvstore import (
     WindowSnapshot,
 )
 from kvstore.cache.scope import Scope
+from kvstore.tier.ssd import usage_of
 from tests.builders import Clock
 from tests.stores import BLOCK, WINDOWED, entries_of, open_cache, owned
 from tests.torture.runner import Case, Finding, Kind
@@ -39,6 +40,8 @@ from tests.torture.runner import Case, Finding, Kind
 CAPACITY = 1 << 20
 WINDOW = WINDOWED.window_tokens
 WINDOW_TTL = 300.0
+QUOTA = 64 << 10
+"""Of the second tenant: 16 blocks, some more than its longest prompt."""
 Identity = tuple[int, int, int, tuple[int, ...]]
 """Tenant, generation, image and walk: what tells one prefix from all others."""
 
@@ -147,7 +150,8 @@ class CacheModel:
             clock=self.clock,
         )
         self.scopes: list[Scope] = [
-            self.cache.scope(Namespace(model="test", tenant=f"tenant {n}")) for n in range(2)
+            self.cache.scope(Namespace(model="test", tenant=f"tenant {n}"), ssd_quota=quota)
+            for n, quota in enumerate((None, QUOTA))
         ]
         for scope, generation in zip(self.scopes, self.generations, strict=True):
             assert scope.namespace.generation == generation, "a restart went back to old weights"
@@ -216,14 +220,19 @@ class CacheModel:
     def store_and_find(self, prompt: Prompt) -> None:
         """What was stored, flushed and neither dropped nor failed is a hit."""
         self.store(prompt)
-        counters = self.cache._shared.metrics
-        before = counters.dropped_blocks.total() + counters.write_errors
+        before = self._losses()
         if not self.flush() or owned(self.cache).is_read_only or self._failing:
             return
         found = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
-        if counters.dropped_blocks.total() + counters.write_errors == before:
+        if self._losses() == before:
             want = max(0, (len(prompt.tokens) - 1) // BLOCK)
             assert found.hit_tokens == want * BLOCK, "a flushed prompt is no hit"
+
+    def _losses(self) -> int:
+        """Count what excuses a store that is no hit; a quota is small enough to evict one at once."""
+        counters = self.cache._shared.metrics
+        lost = counters.dropped_blocks.total() + counters.write_errors
+        return lost + counters.quota_evicted_blocks
 
     def read(self, prompt: Prompt, request_id: str | None = None) -> None:
         """Look a prompt up and read it."""
@@ -431,6 +440,17 @@ class CacheModel:
             live = sum(not hold.is_released for hold in shared._leases)
             assert pinned <= live + 4, "pins outlive their matches"  # a commit pins its parents
         self.check_file()
+        self.check_usage()
+
+    def check_usage(self) -> None:
+        """The bytes of each namespace are those of its records, and no more than its quota."""
+        side = owned(self.cache)
+        with side._changing:
+            usage = usage_of(record for _, record in side.ssd.records())
+            assert +side.ssd.usage == usage == side.ssd.usage, "bytes by namespace do not recount"
+            spaces = side.namespaces.table({}, usage)
+            used = sum(space["bytes"] for space in spaces if space["tenant"] == "tenant 1")
+            assert used <= QUOTA or side._undeleted, "a tenant is above its quota"
 
     def check_file(self) -> None:
         """The file is never above its cap."""

@@ -1,0 +1,30 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
+
+
+def size_bytes(size: int | str, option: str) -> int:
+    """Return a size given as bytes or as text such as ``"4GiB"``. Raises ``ConfigError``."""
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = float(max(-1, min(size, 2**63)))
+    else:
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+        if found is None or found[2] not in _UNITS:
+            msg = f"{option} must be bytes or a size such as '4GiB' or '500MB', found {size!r}"
+            raise ConfigError(msg)
+        value = float(found[1]) * _UNITS[found[2]]
+    if value < 0:
+        msg = f"{option} must not be negative, found {size!r}"
+        raise ConfigError(msg)
+    if value >= 2**63:
+        msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
+        raise ConfigError(msg)
+    return int(value)
