@@ -6,7 +6,7 @@ Method:   interleaved pairs in changing order, the median of the pairs' ratios. 
 Peers:    a file per block, safetensors per block, SQLite, RocksDB, LMCache's local disk backend and
           SGLang's file backend, each with the same sync per batch and the same checksum on reading.
 Bound:    pwrite + fdatasync of the same bytes; memcpy of them; O_DIRECT reads of the same blocks.
-Run:      python -m bench.ssd [fill steady warm cold lookup open index peers] [--blocks N] [--pairs N]
+Run:      python -m bench.ssd [fill steady warm shared cold lookup open index peers] [--blocks N] [--pairs N]
           [--dir DIR] [--lmcache-python PATH] [--sglang-python PATH] [--trace FILE] [--json]
           [--svg FOLDER]. Run nothing beside it. What each figure means is in docs/ssd.md.
 """
@@ -40,6 +40,7 @@ STORES: Mapping[str, StoreSection] = {
     "fill": ssd_store.fill,
     "steady": ssd_store.steady,
     "warm": ssd_store.warm,
+    "shared": ssd_store.shared,
     "cold": ssd_store.cold,
 }
 SECTIONS = (*STORES, "lookup", "open", "index", "peers")

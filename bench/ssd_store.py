@@ -11,10 +11,11 @@ import mmap
 import os
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.paired import Row, paired, seconds, speeds
-from kvstore import Layout, Namespace, PrefixCache
+from kvstore import Layout, Namespace, Pages, PrefixCache
 from kvstore.block import BlockHash
 from kvstore.cache.match import Match
 from kvstore.cache.prefix import Prefix
@@ -157,10 +158,17 @@ def tier_of(cache: PrefixCache) -> SsdTier:
     return cache._shared.ssd  # noqa: SLF001
 
 
-def open_cache(folder: Path, layout: Layout, capacity: int) -> PrefixCache:
-    """Open a store for blocks of the bench."""
+def open_cache(
+    folder: Path, layout: Layout, capacity: int, *, read_threads: int = 1
+) -> PrefixCache:
+    """Open a store for blocks of the bench. It reads with the caller's thread alone, unless told."""
     return PrefixCache.open(
-        folder, layout=layout, namespace=NAMESPACE, block_tokens=BLOCK_TOKENS, ssd_bytes=capacity
+        folder,
+        layout=layout,
+        namespace=NAMESPACE,
+        block_tokens=BLOCK_TOKENS,
+        ssd_bytes=capacity,
+        read_threads=read_threads,
     )
 
 
@@ -497,6 +505,81 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
         if not np.array_equal(kept[name], array):
             raise RuntimeError(f"group {name} was not read back as it was stored")
     return rows
+
+
+def shared(
+    layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance
+) -> list[Row]:
+    """Return how fast a prompt loads by two threads beside one, and when its first layer is there."""
+    form = FrameFormat(layout, BLOCK_TOKENS)
+    blocks = Blocks.of(layout, max(1, min(total_bytes, WARM_BYTES) // form.payload_bytes))
+    moved, count, tokens = len(blocks.raw), blocks.count, blocks.prompt()
+    kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
+    pages = _pages(layout, count)
+    first = min((layer, group.name) for group in layout.global_groups for layer in group.layers)
+    note = f"{count} blocks"
+    with (
+        scratch(folder, "one") as one,
+        scratch(folder, "two") as two,
+        open_cache(one, layout, max(LARGE_CAP, 2 * moved)) as alone,
+        open_cache(two, layout, max(LARGE_CAP, 2 * moved), read_threads=2) as pair,
+        ExitStack() as stack,
+    ):
+        matches = {}
+        for cache in (alone, pair):
+            keep(cache, tokens, blocks)
+            cache.flush()
+            matches[cache] = stack.enter_context(cache.lookup(np.append(tokens, np.uint32(0))))
+
+        def read(cache: PrefixCache) -> float:
+            match = matches[cache]
+            tiers = cache._shared  # noqa: SLF001
+            begin = partial(tiers.begin_read, match.prefix, match.resident_blocks, 0, count, kept)
+            return seconds(lambda: whole(begin()(), count))
+
+        def load(layer: int | None, group: str) -> float:
+            began = time.perf_counter()
+            job = pair.load(matches[pair], into=pages)
+            done = job.wait() if layer is None else job.wait_group(group, layer)
+            took = time.perf_counter() - began
+            job.wait()
+            whole(job.loaded_tokens if done else 0, len(tokens))
+            return took
+
+        by_threads = paired(partial(read, pair), partial(read, alone), pairs, advance)
+        by_layer = paired(partial(load, *first), partial(load, None, ""), pairs, advance)
+    return [
+        Row(
+            section="shared",
+            what="into entries in use, 2 threads",
+            of=layout.model,
+            beside="1 thread",
+            bar=None,
+            note=note,
+            **speeds(*by_threads, moved),
+        ),
+        Row(
+            section="shared",
+            what="load into pages, until its first layer is there",
+            of=layout.model,
+            beside="until all of it is",
+            bar=None,
+            note=f"{note}; GB/s of all bytes",
+            **speeds(*by_layer, moved),
+        ),
+    ]
+
+
+def _pages(layout: Layout, count: int) -> Pages:
+    """Return pages of an engine, one a block."""
+    import torch
+
+    tensors = {}
+    for group in layout.global_groups:
+        entries = BLOCK_TOKENS // group.tokens_per_entry
+        shape = (count, len(group.layers), entries, group.entry_bytes)
+        tensors[group.name] = torch.zeros(shape, dtype=torch.uint8)
+    return Pages(tensors, list(range(count)))
 
 
 # ---- cold loads -----------------------------------------------------------------------------------

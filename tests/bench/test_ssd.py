@@ -138,6 +138,19 @@ def test_filling_and_warm_loads_make_a_row_for_each_figure(layout: Layout, tmp_p
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
+@pytest.mark.parametrize("layout", [tiny_layout(), mixed_layout()], ids=lambda one: one.model)
+def test_two_threads_are_held_against_one_and_a_layer_against_all(
+    layout: Layout, tmp_path: Path
+) -> None:
+    rows = ssd_store.shared(layout, 50_000, tmp_path, 1, no_advance)
+    assert [(row.beside, row.bar) for row in rows] == [
+        ("1 thread", None),
+        ("until all of it is", None),
+    ]
+    assert all(row.ratio is not None and row.ratio > 0 for row in rows)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
 def test_steady_state_evicts(tmp_path: Path) -> None:
     [row] = ssd_store.steady(mixed_layout(), 0, tmp_path, 2, no_advance)
     evicted = int(row.note.split(", ")[-1].removesuffix(" evicted"))
