@@ -48,8 +48,8 @@ COMMIT_BLOCKS = 64
 QUEUE_BYTES = 256 << 20
 """Most bytes that wait for their commit. An engine that never waits offers a whole prompt at once:
 this is 300,000 tokens of DeepSeek-V4.1, or 11,000 of a small dense model at 23 KB a token."""
-DELETES_PER_COMMIT = 64
-"""Deletes per transaction while evicting; they need free pages themselves. docs/decisions/0009."""
+DELETES_PER_COMMIT = 256
+"""Most deletes per transaction: each is a sync, and these are as many as four commits bring."""
 READ_BATCH = 32
 """Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
 MINIMUM_BLOCKS = 8
@@ -158,6 +158,13 @@ def commit_blocks(capacity_bytes: int, frame_bytes: int) -> int:
     return max(1, min(COMMIT_BLOCKS, size // (pages_of(frame_bytes) * PAGE_BYTES)))
 
 
+def delete_blocks(capacity_bytes: int, frame_bytes: int) -> int:
+    """Return the blocks of the largest delete, which dirties no more pages than the largest commit."""
+    commit = commit_blocks(capacity_bytes, frame_bytes)
+    pages = commit * (pages_of(frame_bytes) + _TREE_PAGES_PER_BLOCK)
+    return max(1, min(DELETES_PER_COMMIT, pages // _TREE_PAGES_PER_BLOCK))
+
+
 def queue_blocks(capacity_bytes: int, frame_bytes: int) -> int:
     """Return the blocks that may wait for their commit: 256 MiB, or a quarter of the cap."""
     return max(2, min(QUEUE_BYTES, capacity_bytes // 4) // frame_bytes)
@@ -193,6 +200,7 @@ class SsdTier:
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
+        self.delete_blocks = delete_blocks(options.capacity_bytes, options.frame_bytes)
         self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
         high, low = (_MIXED_HIGH, _MIXED_LOW) if options.is_mixed else (_HIGH, _LOW)
@@ -496,7 +504,7 @@ class SsdTier:
 
         Deleting needs free pages itself; where there is no room the transactions shrink to single blocks.
         """
-        first, count = 0, DELETES_PER_COMMIT
+        first, count = 0, self.delete_blocks
         while first < len(keys):
             try:
                 self._delete(keys[first : first + count])
