@@ -22,7 +22,7 @@ def rebuild(
     in its subtree. A segment ends at a fork, behind a pin, and wherever that recency or the expiry
     changes, which is where a request ended. ``stick`` is called with each segment that holds a pinned block.
 
-    Cost: about 0.6 µs a block and 4 µs a segment.
+    Cost: about 0.7 µs a block and 9 µs a segment.
     """
     if not len(records):
         return []
