@@ -65,6 +65,11 @@ class Segment:
         """Number of the block after its last one."""
         return self.start + self.blocks
 
+    def key(self, number: int) -> BlockKey:
+        """Return the key of the block with this number."""
+        at = (number - self.start) * KEY_BYTES
+        return BlockKey(self.keys[at : at + KEY_BYTES])
+
     def block_keys(self) -> list[BlockKey]:
         """Return the key of each block, first block first."""
         keys = self.keys
@@ -159,7 +164,7 @@ class PrefixIndex:
             return self.insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
         self.blocks += len(keys) // KEY_BYTES
         parent.keys += keys
-        self._policy.touch(parent)
+        self._policy.grow(parent)
         return parent
 
     def insert(
@@ -244,7 +249,9 @@ class PrefixIndex:
             if victim is None:
                 break
             assert victim.is_evictable, "the policy chose a protected segment"
-            self._trim(victim, min(blocks - len(removed), victim.blocks), removed)
+            count = min(blocks - len(removed), victim.blocks)
+            self._policy.evict(victim, count)
+            self._trim(victim, count, removed)
         return removed
 
     def remove_from(self, position: Position) -> list[BlockKey]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Hashable
+from typing import Any, Protocol, TypeVar
 
 
 class Evictable(Protocol):
@@ -10,6 +11,12 @@ class Evictable(Protocol):
 
     last_use: int
     start: int
+    expires: float
+
+    @property
+    def parent(self) -> Any:
+        """The segment above it, whose end it hangs on; still known when it was removed."""
+        ...
 
     @property
     def stop(self) -> int:
@@ -26,6 +33,10 @@ class Evictable(Protocol):
         """Say whether it still is in the index."""
         ...
 
+    def key(self, number: int) -> Hashable:
+        """Return what tells its block ``number`` from all others, also after it has gone."""
+        ...
+
 
 S = TypeVar("S", bound=Evictable)
 
@@ -35,15 +46,22 @@ class Policy(Protocol[S]):
 
     The policy owns its bookkeeping and hears of every change. It never walks the tree.
 
+    A use is told of the deepest segment of a path alone. It is one of everything above too, so a
+    parent takes over the uses of a child that is removed. ``docs/decisions/0030`` has the reasons.
+
     Threads: none; the index's caller serialises.
     """
 
     def insert(self, segment: S) -> None:
-        """Hear of a new leaf."""
+        """Hear of a new leaf. Its parent has the same ``last_use`` if one request made both."""
+        ...
+
+    def grow(self, segment: S) -> None:
+        """Hear that the request that made ``segment`` added blocks at its end."""
         ...
 
     def touch(self, segment: S) -> None:
-        """Hear that a request used ``segment`` to its end, or that it grew."""
+        """Hear that a request used ``segment`` to its end."""
         ...
 
     def split(self, upper: S, lower: S) -> None:
@@ -52,6 +70,10 @@ class Policy(Protocol[S]):
 
     def release(self, segment: S) -> None:
         """Hear that ``segment`` became evictable: a child died, a pin went, or its tail did."""
+        ...
+
+    def evict(self, segment: S, blocks: int) -> None:
+        """Hear that what ``victim`` returned is about to lose its last ``blocks`` blocks for it."""
         ...
 
     def remove(self, segment: S) -> None:
