@@ -15,6 +15,8 @@ from kvstore.simulate.curve import summed
 from kvstore.trace.columns import Ints
 from kvstore.trace.paths import Links
 
+SUMMARY = "the bound: knows the future, and may decline to store"
+
 
 def optimal_hits(links: Links, capacity: int) -> Ints:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
