@@ -77,8 +77,8 @@ class Segment:
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is a leaf that nobody protects."""
-        return not self.children and not self.pins and self.parent is not None
+        """Say whether its last block is there, is a leaf, and nobody protects it."""
+        return bool(self.keys) and not self.children and not self.pins
 
     @property
     def is_live(self) -> bool:
@@ -164,7 +164,7 @@ class PrefixIndex:
             return self.insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
         self.blocks += len(keys) // KEY_BYTES
         parent.keys += keys
-        self._policy.grow(parent)
+        self._policy.resize(parent)
         return parent
 
     def insert(
@@ -220,7 +220,7 @@ class PrefixIndex:
         """Give back one pin."""
         assert segment.pins > 0, "unpinned more often than pinned"
         segment.pins -= 1
-        if segment.is_evictable and segment.is_live:
+        if segment.is_evictable:
             self._policy.release(segment)
 
     def is_pinned(self, segment: Segment) -> bool:
@@ -299,7 +299,7 @@ class PrefixIndex:
         self.blocks -= count
         if first:
             segment.keys = keys[:first]
-            self._policy.release(segment)
+            self._policy.resize(segment)
             return
         self._policy.remove(segment)
         del parent.children[keys[:KEY_BYTES]]

@@ -68,3 +68,8 @@ class Cost(Gdsf[S], Generic[S]):
     @override
     def worth(self, depth: int) -> float:
         return 1.0 + depth / DOUBLING_BLOCKS
+
+    @override
+    def resize(self, segment: S) -> None:
+        super().resize(segment)
+        self._leaves.push(segment)  # a shorter path is worth less

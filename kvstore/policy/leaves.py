@@ -39,9 +39,6 @@ class Leaves(Generic[S]):
         """Add a segment, or the rank that it has now."""
         heap = self._heap
         entry = (self._rank(segment), -segment.stop, next(self._order), segment)
-        if heap and heap[0][3] is segment:  # it lost its tail, and has an entry that is stale
-            heapq.heapreplace(heap, entry)
-            return
         heapq.heappush(heap, entry)
         if len(heap) > self._allowed:
             self._clean()
@@ -52,9 +49,7 @@ class Leaves(Generic[S]):
         self._heap = [
             (rank, -segment.stop, next(self._order), segment)
             for segment in segments
-            if segment.is_live
-            and segment.is_evictable
-            and (rank := self._rank(segment)) is not None
+            if segment.is_evictable and (rank := self._rank(segment)) is not None
         ]
         heapq.heapify(self._heap)
         self._allowed = FEW + 4 * len(self._heap)
@@ -65,7 +60,7 @@ class Leaves(Generic[S]):
         while heap:
             entry = heap[0]
             segment = entry[3]
-            if segment.is_live and segment.is_evictable:
+            if segment.is_evictable:
                 rank, depth = self._rank(segment), -segment.stop
                 if rank == entry[0] and depth == entry[1]:
                     return segment

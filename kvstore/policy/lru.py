@@ -25,7 +25,7 @@ class Lru(Policy[S], Generic[S]):
         self._leaves.push(segment)
 
     @override
-    def grow(self, segment: S) -> None:
+    def resize(self, segment: S) -> None:
         self._leaves.push(segment)
 
     @override

@@ -25,12 +25,7 @@ class Evictable(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is a leaf that nobody protects."""
-        ...
-
-    @property
-    def is_live(self) -> bool:
-        """Say whether it still is in the index."""
+        """Say whether its last block is there, is a leaf, and nobody protects it."""
         ...
 
     def key(self, number: int) -> Hashable:
@@ -56,8 +51,8 @@ class Policy(Protocol[S]):
         """Hear of a new leaf. Its parent has the same ``last_use`` if one request made both."""
         ...
 
-    def grow(self, segment: S) -> None:
-        """Hear that the request that made ``segment`` added blocks at its end."""
+    def resize(self, segment: S) -> None:
+        """Hear that ``segment`` lost its tail, or that the request that made it added to its end."""
         ...
 
     def touch(self, segment: S) -> None:
@@ -69,7 +64,7 @@ class Policy(Protocol[S]):
         ...
 
     def release(self, segment: S) -> None:
-        """Hear that ``segment`` became evictable: a child died, a pin went, or its tail did."""
+        """Hear that ``segment`` became evictable: its last child died, or a pin went."""
         ...
 
     def evict(self, segment: S, blocks: int) -> None:

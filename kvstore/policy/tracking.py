@@ -85,13 +85,6 @@ class Tracking(Policy[S], Generic[S]):
         self._blocks[queue] += life.blocks
         life.queue = queue
 
-    def _resize(self, segment: S) -> Life:
-        life = self._lives[segment]
-        blocks = segment.stop - segment.start
-        self._blocks[life.queue] += blocks - life.blocks
-        life.blocks = blocks
-        return life
-
     @override
     def insert(self, segment: S) -> None:
         life = self._lives[segment] = Life(segment.stop - segment.start)
@@ -99,8 +92,13 @@ class Tracking(Policy[S], Generic[S]):
         self._blocks[life.queue] += life.blocks
 
     @override
-    def grow(self, segment: S) -> None:
-        self.push(segment, self._resize(segment))
+    def resize(self, segment: S) -> None:
+        life = self._lives[segment]
+        more = segment.stop - segment.start - life.blocks
+        self._blocks[life.queue] += more
+        life.blocks += more
+        if more > 0:  # deeper, so before its equals
+            self.push(segment, life)
 
     @override
     def touch(self, segment: S) -> None:
@@ -118,7 +116,7 @@ class Tracking(Policy[S], Generic[S]):
 
     @override
     def release(self, segment: S) -> None:
-        self.push(segment, self._resize(segment))
+        self.push(segment, self._lives[segment])
 
     @override
     def evict(self, segment: S, blocks: int) -> None:

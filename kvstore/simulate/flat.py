@@ -17,17 +17,16 @@ from kvstore.trace.columns import Trace
 class _Block:
     """A block as a segment of its own that hangs on nothing."""
 
-    __slots__ = ("block", "is_live", "last_use")
+    __slots__ = ("block", "is_evictable", "last_use")
 
     parent = None
     start, stop = 0, 1
     expires = NEVER
-    is_evictable = True
 
     def __init__(self, block: int, now: int) -> None:
         self.block = block
         self.last_use = now
-        self.is_live = True
+        self.is_evictable = True
 
     def key(self, number: int) -> int:  # noqa: ARG002 - it has one block
         """Return the number of its block."""
@@ -60,7 +59,7 @@ def simulate_flat(trace: Trace, policy: Policy[Any], capacity: int) -> tuple[lis
                     assert victim is not None, "any block may go"
                     policy.evict(victim, 1)
                     policy.remove(victim)
-                    victim.is_live = False
+                    victim.is_evictable = False
                     del held[victim.block]
                 fresh = held[block] = _Block(block, now)
                 policy.insert(fresh)

@@ -25,7 +25,6 @@ class Piece:
         "children",
         "expires",
         "is_evictable",
-        "is_live",
         "last_use",
         "parent",
         "rows",
@@ -45,7 +44,6 @@ class Piece:
         self.last_use = now
         self.expires = NEVER
         self.is_evictable = True
-        self.is_live = True
         self.rows = rows
 
     def key(self, number: int) -> int:
@@ -183,12 +181,12 @@ def _evict(
             at = parents[at]
         if count < size:
             victim.stop, victim.bottom = stop, at
-            policy.release(victim)
+            policy.resize(victim)
             continue
         parent = victim.parent
         assert parent is not None
         policy.remove(victim)
-        victim.is_live = False
+        victim.is_evictable = False
         if at >= 0 and holder[at] is victim:  # it began inside a segment of the trace
             holder[at] = parent
         parent.children -= 1
