@@ -60,12 +60,11 @@ class Leaves(Generic[S]):
         while heap:
             entry = heap[0]
             segment = entry[3]
-            if segment.is_evictable:
-                rank, depth = self._rank(segment), -segment.stop
+            if segment.is_evictable and (rank := self._rank(segment)) is not None:
+                depth = -segment.stop
                 if rank == entry[0] and depth == entry[1]:
                     return segment
-                if rank is not None and (rank, depth) > entry[:2]:
-                    heapq.heapreplace(heap, (rank, depth, next(self._order), segment))
-                    continue
-            heapq.heappop(heap)
+                heapq.heapreplace(heap, (rank, depth, next(self._order), segment))
+            else:
+                heapq.heappop(heap)
         return None

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from kvstore.policy.protocol import Policy
+from kvstore.policy.queues import Arc
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.curve import lru_curve
+from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
 from kvstore.simulate.run import OPTIMAL, Simulation
 from kvstore.simulate.tree import Rows, simulate_policy
@@ -194,3 +196,16 @@ def test_each_policy_is_one_of_its_own() -> None:
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"no policy named 'mru'; expected one of lru, arc"):
         make_policy("mru")
+
+
+def test_arc_gives_room_to_the_side_whose_evicted_blocks_come_back() -> None:
+    arc: Arc[Any] = Arc()
+    again = [[9], [9], [8], [8]]
+    simulate_flat(trace_of([*again, [1], [2], [3], [1]]), arc, 4)
+    grown = arc._target
+    assert grown > 0, "a block used once came back, and its side got no room"
+    arc = Arc()
+    kept_goes = [[1], [1], [2], [2], [3], [3], [4], [4], [5], [5], [1]]
+    arc._target = 3.0
+    simulate_flat(trace_of(kept_goes), arc, 4)
+    assert arc._target < 3.0, "a block used again came back, and its side got no room"
