@@ -5,13 +5,16 @@ KVStoreError
 ├── LayoutMismatch   the store at this path holds blocks of another layout (use another path)
 ├── StoreBusy        another process owns the store                        (open it as a reader)
 ├── CapacityError    a tier cannot make room without dropping a pin        (shed load)
-└── StoreError       a tier failed or is not a store                       (serve without it)
+├── StoreError       a tier failed or is not a store                       (serve without it)
+└── TraceError       a file is not a trace, or one of its lines is bad     (fix the file)
 
 A miss is not an error: lookups return it. Bad arguments are ``ValueError`` and name what was found
 and what was expected; ``ConfigError`` is one too, because a bad option is a bad argument.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class KVStoreError(Exception):
@@ -36,3 +39,16 @@ class StoreError(KVStoreError):
 
 class CapacityError(KVStoreError):
     """A tier cannot make room without dropping something that is pinned."""
+
+
+class TraceError(KVStoreError):
+    """A file is not a trace, or one of its lines is bad."""
+
+    def __init__(self, path: Path | str, fault: str, line: int = 0) -> None:
+        """``line`` counts from 1; 0 is the file as a whole."""
+        super().__init__(path, fault, line)
+        self.path, self.fault, self.line = str(path), fault, line
+
+    def __str__(self) -> str:
+        where = f"{self.path}, line {self.line}" if self.line else self.path
+        return f"{where}: {self.fault}"

@@ -65,6 +65,11 @@ class Segment:
         """Number of the block after its last one."""
         return self.start + self.blocks
 
+    def key(self, number: int) -> BlockKey:
+        """Return the key of the block with this number."""
+        at = (number - self.start) * KEY_BYTES
+        return BlockKey(self.keys[at : at + KEY_BYTES])
+
     def block_keys(self) -> list[BlockKey]:
         """Return the key of each block, first block first."""
         keys = self.keys
@@ -72,8 +77,8 @@ class Segment:
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is a leaf that nobody protects."""
-        return not self.children and not self.pins and self.parent is not None
+        """Say whether its last block is there, is a leaf, and nobody protects it."""
+        return bool(self.keys) and not self.children and not self.pins
 
     @property
     def is_live(self) -> bool:
@@ -163,7 +168,7 @@ class PrefixIndex:
         self.blocks += len(keys) // KEY_BYTES
         parent.keys += keys
         for policy in self._policies(parent):
-            policy.touch(parent)
+            policy.resize(parent)
         return parent
 
     def insert(
@@ -221,7 +226,7 @@ class PrefixIndex:
         """Give back one pin."""
         assert segment.pins > 0, "unpinned more often than pinned"
         segment.pins -= 1
-        if segment.is_evictable and segment.is_live:
+        if segment.is_evictable:
             self._release(segment)
 
     def is_pinned(self, segment: Segment) -> bool:
@@ -277,7 +282,9 @@ class PrefixIndex:
             if victim is None:
                 break
             assert victim.is_evictable, "the policy chose a protected segment"
-            self._trim(victim, min(blocks - len(removed), victim.blocks), removed)
+            count = min(blocks - len(removed), victim.blocks)
+            policy.evict(victim, count)
+            self._trim(victim, count, removed)
         return removed
 
     def remove_from(self, position: Position) -> list[BlockKey]:
@@ -325,7 +332,8 @@ class PrefixIndex:
         self.blocks -= count
         if first:
             segment.keys = keys[:first]
-            self._release(segment)
+            for policy in self._policies(segment):
+                policy.resize(segment)
             return
         for policy in self._policies(segment):
             policy.remove(segment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,3 +177,171 @@ def test_options_reach_the_demo(
     calls = demo_returns([report()])
     cli.main(["demo", *option, "--text", str(tmp_path / "text"), "--store", str(tmp_path)])
     assert calls[0][:3] == (names, "words", tmp_path)
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+TRACE_ROWS = [
+    {"timestamp": 0, "input_length": 10, "output_length": 3, "hash_ids": [0, 1, 2]},
+    {"timestamp": 7, "input_length": 8, "output_length": 0, "hash_ids": [0, 1]},
+    {"timestamp": 9, "input_length": 12, "output_length": 5, "hash_ids": [0, 1, 3]},
+]
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({**row, "block_size": 4}) + "\n" for row in TRACE_ROWS))
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 0) -> str:
+    assert cli.main([str(each) for each in arguments]) == status
+    out, err = capsys.readouterr()
+    assert (err == "") == (status == 0)
+    return out if status == 0 else err
+
+
+def test_simulate_prints_rows_and_what_they_say(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--policy", "lru, optimal", "--size", "50%,2b,16KiB", "--bytes-per-token", "1024"]
+    found = json.loads(printed(capsys, "simulate", trace_file, *arguments, "--json"))
+    assert set(found) == {"rows", "ceiling", "lru_curve", "recommendation"}
+    assert [(row["policy"], row["size_blocks"]) for row in found["rows"]] == [
+        (policy, blocks) for policy in ("lru", "optimal") for blocks in (2, 2, 4)
+    ]
+    assert set(found["rows"][0]) == {
+        "trace", "policy", "size_blocks", "size_fraction", "prefix_hit_ratio",
+        "prefix_token_hit_ratio", "block_hit_ratio", "requests_with_hit_ratio", "window",
+    }  # fmt: skip
+    assert found["rows"][2]["prefix_hit_ratio"] == 0.5
+    table = printed(capsys, "simulate", trace_file, *arguments)
+    assert "optimal" in table
+    assert "50.00%" in table
+    assert "90% of the ceiling" in table
+
+
+def test_simulate_has_an_object_for_each_of_several_traces(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(
+        printed(capsys, "simulate", trace_file, trace_file, "--semantics", "flat",
+                "--window", "last_half", "--policy", "lru", "--size", "2b", "--json")
+    )  # fmt: skip
+    assert [each["rows"][0]["window"] for each in found] == ["last_half", "last_half"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--policy", "mru"], "no policy named 'mru'"),
+        (["--size", "5"], "expected a size such as 5%"),
+        (["--size", "1GiB"], "needs the bytes of a token"),
+        (["--block-size", "2"], "chat.jsonl, line 2: 2 block ids for 8 tokens|line 1"),
+        (["--block-size", "-1"], "expected sizes above 0"),
+        (["--bytes-per-token", "nan"], "expected sizes above 0"),
+    ],
+)
+def test_simulate_says_what_it_cannot_use(
+    trace_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], fault: str
+) -> None:
+    size = (
+        [] if "--block-size" in arguments else ["--policy", "lru"][: 2 * ("mru" not in arguments)]
+    )
+    if arguments == ["--block-size", "2"]:
+        trace_file.write_text(json.dumps({**TRACE_ROWS[0], "input_length": 4}) + "\n")
+    err = printed(capsys, "simulate", trace_file, *size, *arguments, status=2)
+    assert re.search(fault, err)
+
+
+def test_a_bad_trace_is_exit_two_with_its_line(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_file.write_text(trace_file.read_text() + "{}\n")
+    for command in ("simulate", "info"):
+        words = ["trace"] * (command == "info") + [command]
+        err = printed(capsys, *words, trace_file, status=2)
+        assert "chat.jsonl, line 4: expected" in err
+        assert err.count("\n") == 1
+    assert "TRACES requires an argument" in printed(capsys, "simulate", status=2)
+
+
+def test_policies_are_listed_with_the_bound_last(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "policies", "--json"))
+    assert [row["policy"] for row in found][:3] == ["lru", "arc", "s3fifo"]
+    assert found[-1]["policy"] == "optimal"
+    assert [row["online"] for row in found] == [True] * (len(found) - 1) + [False]
+    assert "the bound" in printed(capsys, "policies")
+
+
+def test_trace_commands_make_traces_that_are_read_again(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl.zst"
+
+    def requests(*arguments: str | Path) -> int:
+        found = json.loads(printed(capsys, "trace", *arguments, "--json"))
+        facts = json.loads(printed(capsys, "trace", "info", out, "--json"))
+        assert facts["requests"] == found["requests"]
+        return int(facts["requests"])
+
+    assert requests("convert", trace_file, out) == 3
+    assert requests("head", trace_file, out, "--requests", "2") == 2
+    assert requests("merge", trace_file, trace_file, "--output", out, "--spread", "9") == 6
+    assert requests("sample", trace_file, out, "--share", "1") == 3
+    assert "requests" in printed(capsys, "trace", "info", trace_file)
+    err = printed(capsys, "trace", "head", trace_file, out, "--requests", "0", status=2)
+    assert "--requests must be at least 1" in err
+
+
+def test_a_trace_goes_through_standard_streams(trace_file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore", "trace", "head", "-", "-", "--requests", "1"],
+        input=trace_file.read_bytes(),
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(done.stdout)["hash_ids"] == [0, 1, 2]
+    assert done.stderr == b""
+
+
+def test_unchained_ids_are_refused_or_rekeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t"
+    rows = [{"timestamp": 0, "input_length": 8, "hash_ids": ids} for ids in ([1, 3], [2, 3])]
+    path.write_text("".join(json.dumps({**row, "block_size": 4}) + "\n" for row in rows))
+    commands: list[list[str | Path]] = [
+        ["simulate", path],
+        ["trace", "info", path],
+        ["trace", "convert", path, "-"],
+    ]
+    for command in commands:
+        assert "re-keyed" in printed(capsys, *command, status=2)
+    facts = printed(capsys, "trace", "info", path, "--unchained", "rekey", "--json")
+    assert json.loads(facts)["distinct_blocks"] == 4
+
+
+def test_anonymise_writes_numbers_and_keeps_its_key_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out, key = tmp_path / "log", tmp_path / "out", tmp_path / "key"
+    text = "The quick brown fox jumps over the lazy dog."
+    log.write_text(json.dumps({"timestamp": 5, "input": text, "session_id": "bob"}) + "\n")
+    printed(capsys, "trace", "anonymise", log, out, "--key-file", key, "--block-size", "16")
+    written = out.read_text()
+    assert json.loads(written)["hash_ids"] == [0, 1]
+    assert key.read_text().strip() not in written
+    assert "bob" not in written
+    assert "quick" not in written
+
+
+def test_trace_commands_import_no_torch(trace_file: Path) -> None:
+    code = (
+        "import sys, kvstore.cli as c;"
+        f"assert c.main(['simulate', {str(trace_file)!r}, '--json']) == 0;"
+        "assert 'torch' not in sys.modules and 'lmdb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

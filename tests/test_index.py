@@ -11,6 +11,7 @@ from typing_extensions import override
 from kvstore.block import KEY_BYTES
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
+from kvstore.policy.registry import POLICIES, make_policy
 from tests.builders import path_of
 
 
@@ -296,7 +297,7 @@ class Fuzzer:
         """Compare everything that can be counted again."""
         index, blocks = self.index, self.oracle.blocks
         segments = list(index)
-        assert index.segments == len(segments) == self.policy._live
+        assert index.segments == len(segments)
         assert index.blocks == len(blocks) == sum(segment.blocks for segment in segments)
         assert index.expiring == sum(segment.expires != NEVER for segment in segments)
         counts: dict[int, int] = {}
@@ -620,8 +621,8 @@ def test_a_policy_of_some_namespaces_stays_bounded_as_the_first_does() -> None:
     index.evict(0, among=[1])
     for tick in range(10_000):
         index.touch(kept, tick + 1)
-    assert len(index._policy_of([1])._heap) <= 70  # type: ignore[attr-defined]
-    assert len(policy._heap) <= 70
+    assert len(index._policy_of([1])._leaves) <= 70  # type: ignore[attr-defined]
+    assert len(policy._leaves) <= 70
 
 
 class Stubborn(Lru[Segment]):
@@ -681,7 +682,7 @@ def test_a_policy_heap_stays_bounded_over_a_hundred_thousand_touches() -> None:
         if tick % 3 == 0:
             index.pin(segment)
             index.unpin(segment)
-        most = max(most, len(policy._heap))
+        most = max(most, len(policy._leaves))
     assert most <= 64 + 4 * len(segments) + 1
     order = [index.evict(1)[0] for _ in segments]
     assert order == [path_of([number]) for number in range(10)]
@@ -693,4 +694,53 @@ def test_a_policy_heap_stays_bounded_when_the_index_turns_over() -> None:
         put(index, [tick, tick], tick)
         if index.blocks > 20:
             index.evict(2)
-    assert len(policy._heap) <= 64 + 4 * 12
+    assert len(policy._leaves) <= 64 + 4 * 12
+
+
+# ---- every policy, in a tier's index -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_policy_keeps_an_index_whole_through_everything_a_tier_does(
+    name: str, seed: int
+) -> None:
+    """Stores, pins, forced removals and expiries: whatever is unpinned goes when all must go."""
+    draw = random.Random(seed)
+    index = PrefixIndex(make_policy(name))
+    pinned: list[Segment] = []
+    for now in range(1, 400):
+        symbols = [draw.randrange(3) for _ in range(draw.randint(1, 9))]
+        path = path_of(symbols)
+        position = index.match(path)
+        segment = index.settle(position)
+        if position.depth:
+            index.touch(segment, 3 * now)
+        expires = draw.choice([NEVER, NEVER, 3.0 * now + 60])
+        for stop in (draw.randint(position.depth, len(symbols)), len(symbols)):
+            here = index.match(path)
+            fresh = path[here.depth * KEY_BYTES : stop * KEY_BYTES]
+            if fresh:
+                parent, made = index.settle(here), 3 * now + 1
+                index.extend(parent, fresh, now=made, namespace_id=now % 3, expires=expires)
+        if draw.random() < 0.2:
+            index.pin(segment := index.settle(index.match(path)))
+            pinned.append(segment)
+        if pinned and draw.random() < 0.2:
+            segment = pinned.pop(draw.randrange(len(pinned)))
+            if segment.is_live:
+                index.unpin(segment)
+        if draw.random() < 0.05:
+            whole = index.match(path)
+            index.remove_from(Position(whole.segment, max(0, whole.inside - 1), 0))
+        if draw.random() < 0.02:
+            index.expire_namespace(now % 3)
+        asked = draw.choice([0, 1, 3, 10])
+        removed = index.evict(asked, 3.0 * now if draw.random() < 0.5 else -NEVER)
+        assert len(removed) >= asked or all(index.is_pinned(each) for each in index)
+    for segment in pinned:
+        if segment.is_live:
+            index.unpin(segment)
+    index.evict(index.blocks)
+    assert index.blocks == 0
+    assert list(index) == []

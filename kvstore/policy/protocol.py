@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self, TypeVar
+from collections.abc import Hashable
+from typing import Any, Protocol, Self, TypeVar
 
 
 class Evictable(Protocol):
@@ -10,6 +11,12 @@ class Evictable(Protocol):
 
     last_use: int
     start: int
+    expires: float
+
+    @property
+    def parent(self) -> Any:
+        """The segment above it, whose end it hangs on; still known when it was removed."""
+        ...
 
     @property
     def stop(self) -> int:
@@ -18,12 +25,11 @@ class Evictable(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is a leaf that nobody protects."""
+        """Say whether its last block is there, is a leaf, and nobody protects it."""
         ...
 
-    @property
-    def is_live(self) -> bool:
-        """Say whether it still is in the index."""
+    def key(self, number: int) -> Hashable:
+        """Return what tells its block ``number`` from all others, also after it has gone."""
         ...
 
 
@@ -35,19 +41,29 @@ class Policy(Protocol[S]):
 
     The policy owns its bookkeeping and hears of every change. It never walks the tree.
 
+    A use is told of the deepest segment of a path alone. It is one of everything above too, so a
+    parent takes over the uses of a child that is removed. ``docs/decisions/0030`` has the reasons.
+
     Threads: none; the index's caller serialises.
     """
 
     def fresh(self) -> Self:
         """Return another policy of this kind that knows no segment yet."""
-        ...
+        return type(self)()
 
     def insert(self, segment: S) -> None:
-        """Hear of a new leaf; from one that was asked for later, of what there is by then."""
+        """Hear of a new leaf; from one that was asked for later, of what there is by then.
+
+        Its parent has the same ``last_use`` if one request made both.
+        """
+        ...
+
+    def resize(self, segment: S) -> None:
+        """Hear that ``segment`` lost its tail, or that the request that made it added to its end."""
         ...
 
     def touch(self, segment: S) -> None:
-        """Hear that a request used ``segment`` to its end, or that it grew."""
+        """Hear that a request used ``segment`` to its end."""
         ...
 
     def split(self, upper: S, lower: S) -> None:
@@ -55,7 +71,11 @@ class Policy(Protocol[S]):
         ...
 
     def release(self, segment: S) -> None:
-        """Hear that ``segment`` became evictable: a child died, a pin went, or its tail did."""
+        """Hear that ``segment`` became evictable: its last child died, or a pin went."""
+        ...
+
+    def evict(self, segment: S, blocks: int) -> None:
+        """Hear that what ``victim`` returned is about to lose its last ``blocks`` blocks for it."""
         ...
 
     def remove(self, segment: S) -> None:

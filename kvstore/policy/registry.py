@@ -1,0 +1,75 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from kvstore.policy.fifo import Clock, Fifo, Sieve
+from kvstore.policy.frequency import Cost, Gdsf, Lfu
+from kvstore.policy.lru import Lru, Ttl
+from kvstore.policy.protocol import Policy
+from kvstore.policy.queues import Arc, S3Fifo, TwoQ
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A policy as a user sees it."""
+
+    make: Callable[[], Policy[Any]]
+    summary: str
+    source: str
+
+
+POLICIES: Mapping[str, Entry] = MappingProxyType(
+    {
+        "lru": Entry(Lru, "what was used least recently goes", "Mattson et al. 1970"),
+        "arc": Entry(
+            Arc,
+            "two LRU lists, used once and used again, balanced by what comes back",
+            "Megiddo, Modha, FAST 2003",
+        ),
+        "s3fifo": Entry(
+            S3Fifo,
+            "a small queue for the new, a main one for what was used twice",
+            "Yang et al., SOSP 2023",
+        ),
+        "sieve": Entry(
+            Sieve, "a hand passes the queue and takes what was not used", "Zhang et al., NSDI 2024"
+        ),
+        "clock": Entry(
+            Clock, "first in first out, but what was used goes round again", "Corbato 1968"
+        ),
+        "fifo": Entry(Fifo, "what was stored first goes", "-"),
+        "lfu": Entry(Lfu, "what was used least often goes", "-"),
+        "2q": Entry(
+            TwoQ,
+            "a queue for the new, LRU for what comes back after it",
+            "Johnson, Shasha, VLDB 1994",
+        ),
+        "gdsf": Entry(
+            Gdsf, "uses and the age of the cache at the last one", "Cherkasova, HPL-98-69"
+        ),
+        "cost": Entry(
+            Cost,
+            "gdsf, with blocks worth what recomputing them at their depth costs",
+            "after Marconi, arXiv 2411.19379",
+        ),
+        "ttl": Entry(Ttl, "what expires first goes, then what was used least recently", "-"),
+    }
+)
+"""Each is one class, in the tiers and in the simulator."""
+
+
+def make_policy(name: str) -> Policy[Any]:
+    """Return a new policy.
+
+    Raises:
+        ValueError: naming the policies there are.
+    """
+    if name not in POLICIES:
+        msg = f"no policy named {name!r}; expected one of {', '.join(POLICIES)}"
+        raise ValueError(msg)
+    return POLICIES[name].make()

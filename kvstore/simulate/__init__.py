@@ -1,0 +1,1 @@
+"""What a cache of another size or policy would have done with a recorded trace."""

@@ -1,0 +1,1 @@
+"""Recorded requests: read, cut, written, and seen as paths of segments."""

@@ -1,0 +1,83 @@
+"""Traces made of others: the first requests, some of the sessions, several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvstore.trace.columns import SECOND, UNKNOWN, Trace, ends
+
+
+def head(trace: Trace, requests: int) -> Trace:
+    """Return the first requests of a trace."""
+    return trace.take(np.arange(min(requests, len(trace))))
+
+
+def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
+    """Return about a share of the sessions, each whole; requests without one are drawn singly.
+
+    Requests of one session share most of what is reused, so drawing them singly would lose it.
+
+    Raises:
+        ValueError: if the share is not above 0 and at most 1, or nothing is drawn.
+    """
+    if not 0 < share <= 1:
+        msg = f"expected a share above 0 and at most 1, found {share}"
+        raise ValueError(msg)
+    draw = np.random.default_rng(seed)
+    chosen = draw.random(int(trace.sessions.max(initial=UNKNOWN)) + 1) < share
+    singly = draw.random(len(trace)) < share
+    known = trace.sessions != UNKNOWN
+    taken = singly & ~known
+    taken[known] = chosen[trace.sessions[known]]
+    if not taken.any():
+        msg = f"a share of {share} drew none of {len(trace):,} requests; take a larger one"
+        raise ValueError(msg)
+    return trace.take(np.flatnonzero(taken))
+
+
+def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace:
+    """Return traces that share no block as one, in the order of arrival.
+
+    With ``spread``, each trace begins at a time drawn uniformly from that many seconds.
+
+    Raises:
+        ValueError: if their blocks differ in size.
+    """
+    sizes = {trace.block_tokens for trace in traces if trace.block_tokens}
+    if len(sizes) > 1 or not traces:
+        msg = f"expected traces with one block size, found {sorted(sizes) or 'no trace'}"
+        raise ValueError(msg)
+    starts = np.random.default_rng(seed).uniform(0, spread * SECOND, len(traces))
+    arrival = np.concatenate(
+        [trace.arrival + int(start) for trace, start in zip(traces, starts, strict=True)]
+    )
+    order = np.argsort(arrival, kind="stable")
+    first_block = ends([trace.distinct_blocks for trace in traces])
+    first_session = ends([int(trace.sessions.max(initial=UNKNOWN)) + 1 for trace in traces])
+    paths = ends(np.concatenate([trace.path_blocks for trace in traces]))
+    whole = Trace(
+        name="+".join(trace.name for trace in traces),
+        block_tokens=max(sizes, default=0),
+        arrival=arrival,
+        input_tokens=np.concatenate([trace.input_tokens for trace in traces]),
+        output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
+        sessions=np.concatenate(
+            [
+                np.where(trace.sessions == UNKNOWN, UNKNOWN, trace.sessions + first)
+                for trace, first in zip(traces, first_session[:-1], strict=True)
+            ]
+        ).astype(np.int32),
+        offsets=paths,
+        blocks=np.concatenate(
+            [
+                trace.blocks + np.int32(first)
+                for trace, first in zip(traces, first_block[:-1], strict=True)
+            ]
+        ),
+        distinct_blocks=int(first_block[-1]),
+    )
+    taken = whole.take(order)
+    return replace(taken, reordered=0)

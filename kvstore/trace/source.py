@@ -1,0 +1,135 @@
+"""Bytes of traces: plain, gzip or zstd; one file, a directory, a tar, or standard input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import zstandard
+from typing_extensions import override
+
+from kvstore.errors import TraceError
+
+WINDOW_BYTES = 1 << 27
+"""Largest zstd window that is accepted: what ``zstd --long=27`` writes, its decoder's own limit."""
+CHUNK_BYTES = 1 << 14
+"""Compressed bytes that are decompressed in one go: traces shrink 200 times, so 3 MB of text."""
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+TAR_AT, TAR = 257, b"ustar"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file by what it begins with, decompressed; ``-`` is standard input.
+
+    Raises:
+        TraceError: if it cannot be opened or decompressed.
+    """
+    try:
+        with _raw(path) as raw:
+            yield _decompressed(raw)
+    except FileNotFoundError:
+        raise TraceError(path, "no such file or directory") from None
+    except (zstandard.ZstdError, gzip.BadGzipFile, EOFError, tarfile.TarError) as error:
+        raise TraceError(path, f"cannot be decompressed: {error}") from error
+
+
+@contextmanager
+def _raw(path: Path) -> Iterator[io.BufferedReader]:
+    if str(path) == "-":
+        yield cast("io.BufferedReader", sys.stdin.buffer)
+        return
+    with path.open("rb") as file:
+        yield file
+
+
+def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
+    magic = raw.peek(4)[:4]
+    if magic.startswith(GZIP):
+        return io.BufferedReader(cast("io.RawIOBase", gzip.GzipFile(fileobj=raw)))
+    if magic == ZSTD:
+        return io.BufferedReader(_Zstd(raw), 1 << 18)
+    return raw
+
+
+class _Zstd(io.RawIOBase):
+    """Frames of zstd as one stream. Unlike the library's own reader it knows a cut one."""
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw = raw
+        self._frames = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._packed:
+                self._packed = self._raw.read(CHUNK_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends before its last frame does")  # noqa: EM101
+                return 0
+            if self._frame is None:
+                self._frame = self._frames.decompressobj()
+            self._ready = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
+    """Yield the name and the bytes of each file in a directory or tar, by name; else of the file.
+
+    What is yielded is valid until the next one is asked for.
+    """
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+        if not files:
+            raise TraceError(path, "an empty directory")
+        for file in files:
+            with opened(file) as stream:
+                yield str(file.relative_to(path)), stream
+        return
+    with opened(path) as stream:
+        if stream.peek(TAR_AT + 5)[TAR_AT : TAR_AT + 5] != TAR:
+            yield path.name, stream
+            return
+        with tarfile.open(fileobj=io.BytesIO(stream.read())) as tar:
+            for member in sorted(tar.getmembers(), key=lambda member: member.name):
+                content = tar.extractfile(member) if member.isfile() else None
+                if content is not None:
+                    yield member.name.removeprefix("./"), cast("io.BufferedReader", content)
+
+
+@contextmanager
+def created(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file, compressed if its name ends in .zst or .gz; ``-`` is standard output."""
+    if str(path) == "-":
+        yield sys.stdout.buffer
+        return
+    with path.open("wb") as file:
+        if path.suffix == ".zst":
+            with zstandard.ZstdCompressor(level=10).stream_writer(file) as writer:
+                yield cast("IO[bytes]", writer)
+        elif path.suffix == ".gz":
+            # No time in the header: the same trace is the same bytes.
+            with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
+                yield cast("IO[bytes]", packed)
+        else:
+            yield file
