@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.block import BlockKey
+from kvstore.block import BlockHash, BlockKey
 from kvstore.cache.integrity import stored_fault
+from kvstore.cache.keys import keys_root
 from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
 from kvstore.errors import ConfigError, StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex, Segment
 from kvstore.metrics import Metrics, histogram
-from kvstore.opening import StoreFormat, is_open_here, parse_format, take_over
+from kvstore.opening import StoreFormat, is_open_here, parse_format, secret_of, take_over
 from kvstore.packing import Packing, frames_of
 from kvstore.policy.lru import Lru
 from kvstore.tier import directory
@@ -49,11 +50,12 @@ class OpenedStore:
     ssd: SsdTier
     form: StoreFormat
     frame_format: Frames
+    secret: bytes | None
 
     @property
-    def is_keyed(self) -> bool:
-        """Whether its callers bring their own keys."""
-        return self.form.key_bytes > 0
+    def keys_root(self) -> BlockHash | None:
+        """The root of the keys that its callers bring, None if they bring none."""
+        return keys_root(self.secret) if self.form.key_bytes else None
 
     @property
     def capacity_bytes(self) -> int:
@@ -98,10 +100,12 @@ def opened(path: Path) -> Iterator[OpenedStore]:
         StoreError: if there is none, or it cannot be read.
     """
     directory.require_store(path)
-    form, options, frame_format = _described(directory.read_format(path))
+    text = directory.read_format(path)
+    form, options, frame_format = _described(text)
+    secret = secret_of(path, text)
     ssd, _ = open_ssd(path, options)
     try:
-        yield OpenedStore(ssd, form, frame_format)
+        yield OpenedStore(ssd, form, frame_format, secret)
     except MEDIUM_ERRORS as error:
         msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
         raise StoreError(msg) from error
@@ -136,6 +140,7 @@ def owned(
         raise directory.busy(path)
     text = directory.read_format(path) if format_text is None else format_text
     _, options, frame_format = _described(text)
+    secret_of(path, text)  # no block goes in or out of a store whose secret is lost
     if capacity_bytes is None:
         with opened(path) as seen:
             capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
@@ -336,7 +341,7 @@ def _fault(
     if data is None:
         return "missing"
     frame = memoryview(data)
-    fault = stored_fault(store.frame_format, frame, key, record, is_keyed=store.is_keyed)
+    fault = stored_fault(store.frame_format, frame, key, record, keys_root=store.keys_root)
     parent = records.get(record.parent) if records else store.ssd.record(record.parent)
     has_parent = parent is not None and parent.number == record.number - 1
     return fault or ("parent" if record.number and not has_parent else None)

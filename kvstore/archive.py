@@ -24,7 +24,7 @@ import zstandard
 from kvstore import admin
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.cache.integrity import frame_fault, stored_fault
-from kvstore.cache.keys import KEYS_NAMESPACE, KEYS_ROOT
+from kvstore.cache.keys import KEYS_NAMESPACE, keys_root
 from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
 from kvstore.errors import ConfigError, StoreError
@@ -32,7 +32,7 @@ from kvstore.frame import Frames, Header
 from kvstore.hash import namespace_digest
 from kvstore.index import KeyedIndex, Segment
 from kvstore.namespace import Namespace
-from kvstore.opening import StoreFormat, format_text, resolved
+from kvstore.opening import StoreFormat, format_text, resolved, secret_of
 from kvstore.policy.lru import Lru
 from kvstore.sizes import size_bytes
 from kvstore.tier.records import Record
@@ -142,7 +142,7 @@ def _write_member(
 
 
 def _manifest(store: admin.OpenedStore, spaces: Mapping[int, Mapping[str, Any]]) -> bytes:
-    lines = (_line(store.form, space) for space in spaces.values())
+    lines = (_line(store.form, space, store.secret) for space in spaces.values())
     generations = {}
     for line in lines:
         text = store.ssd.fact(f"generation:{line}") if line else None
@@ -169,19 +169,19 @@ def _named(space: Mapping[str, Any]) -> Namespace | None:
         return None
 
 
-def _root(form: StoreFormat, space: Mapping[str, Any]) -> BlockHash | None:
+def _root(form: StoreFormat, space: Mapping[str, Any], secret: bytes | None) -> BlockHash | None:
     """Return what the first blocks of a namespace hang on, None if it names nothing."""
     if form.key_bytes:
-        return KEYS_ROOT
+        return keys_root(secret)
     namespace = _named(space)
     if namespace is None:
         return None
-    return namespace_digest(form.layout.fingerprint, form.block_tokens, namespace)
+    return namespace_digest(form.layout.fingerprint, form.block_tokens, namespace, secret)
 
 
-def _line(form: StoreFormat, space: Mapping[str, Any]) -> str | None:
+def _line(form: StoreFormat, space: Mapping[str, Any], secret: bytes | None) -> str | None:
     """Return the line of weights that generations of a namespace are recorded under."""
-    first = _root(form, {**space, "generation": 0})
+    first = _root(form, {**space, "generation": 0}, secret)
     return None if first is None or form.key_bytes else first.hex()
 
 
@@ -277,7 +277,7 @@ def _read(
         def take(i: int, frame: memoryview, first: int = first) -> str | None:
             key = keys[first + i]
             fault = stored_fault(
-                store.frame_format, frame, key, records[key], is_keyed=store.is_keyed
+                store.frame_format, frame, key, records[key], keys_root=store.keys_root
             )
             if fault is None:
                 found.append((key, bytes(frame)))
@@ -386,11 +386,17 @@ class _Manifest:
     layout: str
     spaces: Mapping[int, Mapping[str, Any]]
     roots: Mapping[int, BlockHash]
+    keys_root: BlockHash | None
     generations: Mapping[str, int]
 
 
-def _read_manifest(file: Path, members: _Members, first: _Member | None) -> _Manifest:
-    """Return what an archive says about itself. Raises ``StoreError`` for anything else."""
+def _read_manifest(file: Path, members: _Members, first: _Member | None, target: Path) -> _Manifest:
+    """Return what an archive says about itself, as the store at ``target`` understands it.
+
+    Raises:
+        StoreError: if it is not an archive, or one of a store with a secret that ``target`` lacks.
+        LayoutMismatch: if the store at ``target`` is for something else.
+    """
     what = f"{file} is not an archive of a store"
     if first is None or first.name != MANIFEST or not first.is_file:
         msg = f"{what}: its first member is {first.name[:80] if first else None!r}, expected {MANIFEST!r}"
@@ -413,12 +419,15 @@ def _read_manifest(file: Path, members: _Members, first: _Member | None) -> _Man
         msg = f"{what}: its format is no text of up to {FORMAT_BYTES} bytes"
         raise StoreError(msg)
     form, frames = admin.parse_frames(text)
-    if text != format_text(form.layout, form.block_tokens, form.key_bytes, form.ssd_formats):
+    if text != format_text(
+        form.layout, form.block_tokens, form.key_bytes, form.ssd_formats, form.secret
+    ):
         msg = f"{what}: its format is not spelled as a store spells it"
         raise StoreError(msg)
+    secret = secret_of(target, text)
     spaces, roots = {}, {}
     for number, space in given.items():
-        root = _root(form, space) if isinstance(space, dict) else None
+        root = _root(form, space, secret) if isinstance(space, dict) else None
         if (
             isinstance(number, str)
             and number.isascii()
@@ -429,13 +438,14 @@ def _read_manifest(file: Path, members: _Members, first: _Member | None) -> _Man
             names = () if form.key_bytes else _IDENTITY
             spaces[int(number)] = {name: space[name] for name in names} or dict(KEYS_NAMESPACE)
             roots[int(number)] = root
-    lines = {_line(form, space) for space in spaces.values()}
+    lines = {_line(form, space, secret) for space in spaces.values()}
     newest = {
         line: value
         for line, value in generations.items()
         if line in lines and type(value) is int and 0 <= value < 2**64
     }
-    return _Manifest(form, frames, text, layout, spaces, roots, newest)
+    above = keys_root(secret) if form.key_bytes else None
+    return _Manifest(form, frames, text, layout, spaces, roots, above, newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,9 +548,7 @@ class _Import:
     def _fault(self, key: BlockKey, frame: bytearray, member: _Member) -> str | None:
         """Add a block to the run, or return why it is refused."""
         manifest = self._manifest
-        fault = frame_fault(
-            manifest.frames, memoryview(frame), key, is_keyed=manifest.form.key_bytes > 0
-        )
+        fault = frame_fault(manifest.frames, memoryview(frame), key, keys_root=manifest.keys_root)
         if fault is not None:
             return fault
         header = manifest.frames.form_of(frame).header(memoryview(frame))
@@ -636,7 +644,7 @@ class _Import:
         with context.lock:
             if key not in self._index.parents:
                 return
-            path = self._path(key, KEYS_ROOT)
+            path = self._path(key, BlockHash(b""))  # it is stored, as all that it hangs on
             assert path is not None
             segment = self._index.settle(self._index.match(path))
             tick = context.next_sequence()
@@ -694,7 +702,7 @@ def import_store(file: Path, path: Path, ssd_bytes: str, progress: Progress) -> 
         members = _Members(stream)
         walk = iter(members)
         try:
-            manifest = _read_manifest(file, members, next(walk, None))
+            manifest = _read_manifest(file, members, next(walk, None), path)
         except _Damage as error:
             msg = f"{file} is not an archive of a store: {error}"
             raise StoreError(msg) from error

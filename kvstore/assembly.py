@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from kvstore.cache import Scope, SharedTiers
 from kvstore.cache.scope import quota_bytes
 from kvstore.errors import ConfigError
+from kvstore.hash import secret_fingerprint
 from kvstore.layout import Layout
 from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
-from kvstore.opening import format_text, resolved, share, unshare
+from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.packing import Packing, frames_of, loses
 from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
@@ -62,6 +63,7 @@ class PrefixCache(Scope):
         scrub_bytes_per_second: int | str = 0,
         read_threads: int | None = None,
         ssd_quota: int | str | None = None,
+        secret: bool = False,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -85,11 +87,14 @@ class PrefixCache(Scope):
         ``read_threads`` share a load, its caller included: by default as many as there are processors,
         at most 4. ``ssd_quota`` caps what this ``namespace`` holds on SSD, within the store's cap; see
         ``scope``, which takes one for each.
+        ``secret`` hashes under a random secret, in a file of the store's directory, so that nobody who
+        knows a prompt knows its hashes; a store is made with or without one, for good.
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
-            LayoutMismatch: if the store holds blocks of another layout; it is left untouched.
+            LayoutMismatch: if the store holds blocks of another layout, or has a secret and is
+                opened without or the other way round; it is left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none.
         """
@@ -105,11 +110,16 @@ class PrefixCache(Scope):
         scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
         quota = quota_bytes(ssd_quota)
         directory = resolved(path)
+        capacity = size_bytes(ssd_bytes, "ssd_bytes")
+        key = secret_for(directory, role, is_wanted=secret)
         options = SsdOptions(
-            capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
+            capacity_bytes=capacity,
             frame_bytes=frame_format.frame_bytes,
             format_text=format_text(
-                model_layout, block_tokens, ssd_formats=packing.formats if packing else None
+                model_layout,
+                block_tokens,
+                ssd_formats=packing.formats if packing else None,
+                secret=secret_fingerprint(key) if key else "",
             ),
             role=role,
             preallocate=preallocate,
@@ -139,6 +149,7 @@ class PrefixCache(Scope):
                 open_device=make_device,
                 clock=now,
                 wall_clock=clock if clock is not None else time.time,
+                secret=key,
                 scrub_bytes_per_second=scrub_rate,
                 read_threads=threads,
             )

@@ -8,10 +8,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvstore.cache.keyed import Bytes, KeyedBlocks
-from kvstore.cache.keys import Key, NamedBlock, keyed_format, named
+from kvstore.cache.keys import Key, NamedBlock, keyed_format, keys_root, named
 from kvstore.errors import ConfigError
+from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
-from kvstore.opening import format_text, resolved, share, unshare
+from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 
@@ -49,6 +50,7 @@ class BlockStore:
         preallocate: bool = False,
         on_removed: Callable[[bytes], object] | None = None,
         scrub_bytes_per_second: int | str = 0,
+        secret: bool = False,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -57,12 +59,14 @@ class BlockStore:
         the disk space now. ``on_removed`` is called with the ``block_id`` of each block that the
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
         ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
-        rate; 0 does not.
+        rate; 0 does not. ``secret`` hashes keys under a random secret, in a file of the store's
+        directory; a store is made with or without one, for good.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
             LayoutMismatch: if the store holds blocks of another size or key length, or of a
-                ``PrefixCache``; it is left untouched.
+                ``PrefixCache``, or has a secret and is opened without or the other way round; it is
+                left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none.
         """
@@ -71,10 +75,17 @@ class BlockStore:
             raise ConfigError(msg)
         frame_format = keyed_format(block_bytes, key_bytes)
         scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
+        directory, capacity = resolved(path), size_bytes(ssd_bytes, "ssd_bytes")
+        key = secret_for(directory, role, is_wanted=secret)
         options = SsdOptions(
-            capacity_bytes=size_bytes(ssd_bytes, "ssd_bytes"),
+            capacity_bytes=capacity,
             frame_bytes=frame_format.frame_bytes,
-            format_text=format_text(frame_format.layout, frame_format.block_tokens, key_bytes),
+            format_text=format_text(
+                frame_format.layout,
+                frame_format.block_tokens,
+                key_bytes,
+                secret=secret_fingerprint(key) if key else "",
+            ),
             role=role,
             preallocate=preallocate,
         )
@@ -85,11 +96,12 @@ class BlockStore:
             return KeyedBlocks(
                 frame_format=frame_format,
                 ssd=ssd,
+                keys_root=keys_root(key),
                 on_removed=on_removed,
                 scrub_bytes_per_second=scrub_rate,
             )
 
-        shared = share(resolved(path), options, KeyedBlocks, build)
+        shared = share(directory, options, KeyedBlocks, build)
         return cls(shared, block_bytes, key_bytes)
 
     @property
@@ -129,7 +141,7 @@ class BlockStore:
         above: list[NamedBlock | None] = [None] * len(blocks)
         if parents is not None:
             self._same_length(blocks, parents, "parents")
-            above = [None if p is None else named(p, self.key_bytes) for p in parents]
+            above = [None if p is None else self._name(p) for p in parents]
         arrays = [self._bytes(i, source, "sources") for i, source in enumerate(sources)]
         return shared.put(blocks, arrays, above, _seconds(wait))
 
@@ -169,7 +181,7 @@ class BlockStore:
 
     def block_id(self, key: Key) -> bytes:
         """Return what the tier knows a key by: 16 bytes."""
-        return named(key, self.key_bytes).key
+        return self._name(key).key
 
     def delete(self, keys: Sequence[Key]) -> int:
         """Remove blocks and all that hangs on them; return how many went, those included.
@@ -242,7 +254,10 @@ class BlockStore:
         if isinstance(keys, bytes | str):
             msg = f"keys must be a sequence of keys, found one {type(keys).__name__}"
             raise ValueError(msg)
-        return [named(key, self.key_bytes) for key in keys]
+        return [self._name(key) for key in keys]
+
+    def _name(self, key: Key) -> NamedBlock:
+        return named(key, self.key_bytes, self._shared.keys_root)
 
     @staticmethod
     def _same_length(blocks: Sequence[NamedBlock], others: Sequence[Any], what: str) -> None:

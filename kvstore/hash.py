@@ -8,6 +8,7 @@ The encoding is normative in docs/format.md, section 2.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 import sys
 from collections.abc import Sequence
@@ -78,11 +79,28 @@ def _text(tag: bytes, value: str | None) -> bytes:
     return tag + b"s" + _U64.pack(len(encoded)) + encoded
 
 
-def namespace_digest(fingerprint: str, block_tokens: int, namespace: Namespace) -> BlockHash:
+def root_digest(spelled: bytes, secret: bytes | None) -> BlockHash:
+    """Return the root that something is spelled for: its SHA-256, under a store's secret its HMAC.
+
+    What hangs on a root covers it, so no hash under a secret can be known without that.
+    """
+    if secret is None:
+        return BlockHash(hashlib.sha256(spelled).digest())
+    return BlockHash(hmac.digest(secret, spelled, "sha256"))
+
+
+def secret_fingerprint(secret: bytes) -> str:
+    """Return what tells one secret from another, in hex, and nothing about it."""
+    return root_digest(b"kvstore.secret.1", secret).hex()
+
+
+def namespace_digest(
+    fingerprint: str, block_tokens: int, namespace: Namespace, secret: bytes | None = None
+) -> BlockHash:
     """Return the digest that stands before the first block: the root of every chain.
 
     ``fingerprint`` is the layout's; with ``block_tokens`` it makes blocks of another layout or
-    another size unreachable rather than wrong.
+    another size unreachable rather than wrong. ``secret`` is the store's, if it has one.
     """
     parts = [
         b"kvstore.namespace.1",
@@ -95,7 +113,7 @@ def namespace_digest(fingerprint: str, block_tokens: int, namespace: Namespace) 
         _text(b"S", namespace.tenant),
         b"G" + _U64.pack(namespace.generation),
     ]
-    return BlockHash(hashlib.sha256(b"".join(parts)).digest())
+    return root_digest(b"".join(parts), secret)
 
 
 class HashRun(Sequence[BlockHash]):

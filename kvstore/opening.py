@@ -11,17 +11,19 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvstore.cache.opened import OpenStore
-from kvstore.errors import ConfigError, KVStoreError, StoreBusy, StoreError
+from kvstore.errors import ConfigError, KVStoreError, LayoutMismatch, StoreBusy, StoreError
+from kvstore.hash import secret_fingerprint
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier import directory
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
+from kvstore.tier.ssd import BIRTH_SECONDS, MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
 
 T = TypeVar("T", bound=OpenStore)
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class StoreFormat:
     """Longest key of a store whose callers bring their own keys, 0 for one of tokens."""
     ssd_formats: Mapping[str, str] = field(default_factory=dict)
     """Entry formats at rest, by group, where they are not the layout's."""
+    secret: str = ""
+    """Fingerprint of the secret that hashes are made under, empty for none."""
 
 
 def format_text(
@@ -45,6 +49,7 @@ def format_text(
     block_tokens: int,
     key_bytes: int = 0,
     ssd_formats: Mapping[str, str] | None = None,
+    secret: str = "",
 ) -> str:
     """Return the one line that says what a store is for. Equal text means equal frames."""
     groups = [
@@ -65,6 +70,7 @@ def format_text(
     }
     text |= {"key_bytes": key_bytes} if key_bytes else {}
     text |= {"ssd_formats": dict(sorted(ssd_formats.items()))} if ssd_formats else {}
+    text |= {"secret": secret} if secret else {}
     return json.dumps(text, separators=(",", ":"))
 
 
@@ -85,6 +91,7 @@ def parse_format(text: str) -> StoreFormat:
             int(found["block_tokens"]),
             int(found.get("key_bytes", 0)),
             {str(name): str(at_rest) for name, at_rest in found.get("ssd_formats", {}).items()},
+            str(found.get("secret", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"the store's VERSION file is damaged: {error!r}"
@@ -93,6 +100,80 @@ def parse_format(text: str) -> StoreFormat:
         msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"
         raise StoreError(msg)
     return form
+
+
+def secret_for(
+    path: Path, role: Literal["auto", "owner", "reader"], *, is_wanted: bool
+) -> bytes | None:
+    """Return the secret of the store at ``path``, made first for a new one; None if none is wanted.
+
+    Raises:
+        LayoutMismatch: if the store has one and none is wanted, or the other way round.
+        ConfigError: if ``path`` cannot be a store's, or its secret is not kept.
+        StoreBusy: if another process is making the store and does not come to it.
+        StoreError: if the secret is missing or not that of the store.
+    """
+    given: object = is_wanted
+    if not isinstance(given, bool):
+        msg = f"secret must be True or False, found {type(given).__name__}: a store makes its own"
+        raise ConfigError(msg)
+    deadline = time.monotonic() + BIRTH_SECONDS
+    try:
+        while not (path / directory.VERSION_FILE).exists():
+            if not is_wanted:
+                return None
+            if role == "reader":
+                directory.require_store(path)
+            directory.prepare(path)
+            if directory.make_secret(path):
+                return directory.read_secret(path)
+            if time.monotonic() > deadline:
+                raise directory.busy(path)
+            time.sleep(0.02)
+        named = _fingerprint_in(directory.read_format(path))
+        if named is not None and bool(named) != is_wanted:
+            has, other = ("a", "with") if named else ("no", "without")
+            msg = (
+                f"{path} has {has} secret that its hashes are made under: open it {other} "
+                "secret=True, or use another path; it was left untouched"
+            )
+            raise LayoutMismatch(msg)
+        return _secret_named(path, named) if is_wanted else None
+    except OSError as error:
+        msg = f"the secret of {path} cannot be made: {error.strerror}; free what is short or use another path"
+        raise StoreError(msg) from error
+
+
+def secret_of(path: Path, text: str) -> bytes | None:
+    """Return the secret of a store for ``text``, which need not be there yet; None if it has none.
+
+    Raises:
+        LayoutMismatch: if the store at ``path`` is for something else.
+        ConfigError, StoreError: as ``secret_for``.
+    """
+    directory.has_format(path, text)
+    named = _fingerprint_in(text)
+    return _secret_named(path, named) if named else None
+
+
+def _fingerprint_in(text: str) -> str | None:
+    """Return what a format says of its secret, empty for none; None if the text is damaged."""
+    try:
+        return str(json.loads(text).get("secret", ""))
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _secret_named(path: Path, named: str | None) -> bytes:
+    secret = directory.read_secret(path)
+    if named is not None and secret_fingerprint(secret) != named:
+        file = path / directory.SECRET_FILE
+        msg = (
+            f"{file} is another secret: its fingerprint is {secret_fingerprint(secret)[:16]}, expected "
+            f"{named[:16]}; put back the one that the store or the archive was made with"
+        )
+        raise StoreError(msg)
+    return secret
 
 
 @dataclass(slots=True)

@@ -5,17 +5,19 @@ A read knows the tokens that it asks for; a check does not, and takes them from 
 
 from __future__ import annotations
 
-from kvstore.block import BlockKey, block_key
-from kvstore.cache.keys import KEYS_ROOT
+from kvstore.block import BlockHash, BlockKey, block_key
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.hash import block_hashes
 from kvstore.tier.records import Record
 
 
-def frame_fault(frames: Frames, frame: memoryview, key: BlockKey, *, is_keyed: bool) -> str | None:
+def frame_fault(
+    frames: Frames, frame: memoryview, key: BlockKey, *, keys_root: BlockHash | None
+) -> str | None:
     """Return why a frame is not an intact block under ``key``, or None.
 
-    ``is_keyed`` says that callers bring their own keys, so that a hash does not depend on a parent.
+    ``keys_root`` is what keys of callers are hashed under, whatever the parent; None where a hash
+    depends on that.
     The hash of a block that an image touches does not follow from its token ids, and is taken as
     the frame says it.
     """
@@ -26,7 +28,7 @@ def frame_fault(frames: Frames, frame: memoryview, key: BlockKey, *, is_keyed: b
     if not form.is_payload_intact(frame):
         return "checksum"
     ids = form.tokens(frame)
-    above = KEYS_ROOT if is_keyed else header.parent_hash
+    above = header.parent_hash if keys_root is None else keys_root
     is_derived = header.has_images or block_hashes(above, ids, frames.block_tokens) == [
         header.block_hash
     ]
@@ -43,7 +45,7 @@ def record_fault(header: Header, frame: memoryview, record: Record) -> str | Non
 
 
 def stored_fault(
-    frames: Frames, frame: memoryview, key: BlockKey, record: Record, *, is_keyed: bool
+    frames: Frames, frame: memoryview, key: BlockKey, record: Record, *, keys_root: BlockHash | None
 ) -> str | None:
     """Return what is wrong with a stored frame, or None. Its parent is not looked for.
 
@@ -55,4 +57,4 @@ def stored_fault(
     fault = record_fault(header, frame, record)
     if fault == "header":  # another block's frame, or one cut short: not worth a look inside
         return fault
-    return frame_fault(frames, frame, key, is_keyed=is_keyed) or fault
+    return frame_fault(frames, frame, key, keys_root=keys_root) or fault

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache.keys import KEYS_NAMESPACE, KEYS_ROOT, KeyChain, NamedBlock, key_of
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey
+from kvstore.cache.keys import KEYS_NAMESPACE, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
@@ -46,17 +46,17 @@ class KeyedBlocks(OpenStore):
         A key has one block and one parent: who comes second finds it there.
     """
 
-    is_keyed = True
-
     def __init__(
         self,
         *,
         frame_format: FrameFormat,
         ssd: SsdTier,
+        keys_root: BlockHash,
         on_removed: Callable[[BlockKey], object] | None = None,
         scrub_bytes_per_second: int = 0,
     ) -> None:
         self._frames = frame_format
+        self.keys_root = keys_root
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
         self._putting = threading.Lock()
@@ -65,6 +65,7 @@ class KeyedBlocks(OpenStore):
             frame_format=frame_format,
             ssd=ssd,
             index=self._index,
+            keys_root=keys_root,
             clock=time.monotonic,
             wall_clock=time.time,
             scrub_bytes_per_second=scrub_bytes_per_second,
@@ -78,7 +79,7 @@ class KeyedBlocks(OpenStore):
         if found is not None or self.owned is None:
             return found
         queued = self.owned.queued_parent(key)
-        return BlockKey(b"") if queued == KEYS_ROOT[:KEY_BYTES] else queued
+        return BlockKey(b"") if queued == self.keys_root[:KEY_BYTES] else queued
 
     def _path(self, key: BlockKey) -> bytes:
         """Return the keys from the root to a known block, end to end."""
@@ -160,8 +161,8 @@ class KeyedBlocks(OpenStore):
                 stop += 1
             # The path of an unknown parent is that parent alone, which the owner does not have either.
             above = b"" if parent is None else self._path(parent.key)
-        below = KEYS_ROOT if parent is None else parent.hash
-        chain = KeyChain(above, below, blocks[at:stop])
+        below = self.keys_root if parent is None else parent.hash
+        chain = KeyChain(self.keys_root, above, below, blocks[at:stop])
 
         source = self._frames.apart_source(sources[at:stop])
 
@@ -224,7 +225,9 @@ class KeyedBlocks(OpenStore):
         def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
             assert reader is not None
             some = asked[done + i : done + i + len(offsets)]
-            hashes = KEYS_ROOT + b"".join([block.hash for block in some])  # no parent is asked for
+            hashes = self.keys_root + b"".join(
+                [block.hash for block in some]
+            )  # no parent is asked for
             ids = np.concatenate([block.words for block in some])
             return reader.read(file, offsets, hashes, ids, done + i)
 
@@ -265,8 +268,8 @@ class KeyedBlocks(OpenStore):
             self.metrics.say_once(f"corrupt {fault}", message, name, self.ssd.path, fault)
             if self.owned is None or block.key not in self._index.parents:
                 return
-            chain = KeyChain(self._path(block.key), KEYS_ROOT, ())
-        self.owned.discard(chain, len(chain.path) // KEY_BYTES - 1)
+            path = self._path(block.key)
+        self.owned.discard(path)
 
     def exists(self, blocks: Sequence[NamedBlock]) -> int:
         """Return how many leading blocks are stored. Leaves no trace."""
@@ -348,13 +351,13 @@ class KeyedBlocks(OpenStore):
             with self.context.lock:
                 if block.key not in self._index.parents:
                     continue
-                chain = KeyChain(self._path(block.key), KEYS_ROOT, ())
-            count += owned.discard(chain, len(chain.path) // KEY_BYTES - 1, force=False)
+                path = self._path(block.key)
+            count += owned.discard(path, force=False)
         return count
 
     def clear(self) -> int:
         """Remove every block, pinned or not; return how many went."""
-        return self.owner("clears").clear(KEYS_ROOT)
+        return self.owner("clears").clear(self.keys_root)
 
     # ---- telling -------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ key, so a frame holds the whole key and a read compares it, byte for byte. docs/
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,20 +16,23 @@ from numpy.typing import NDArray
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.errors import ConfigError
 from kvstore.frame import FrameFormat
-from kvstore.hash import block_hashes
+from kvstore.hash import block_hashes, root_digest
 from kvstore.layout import LayerGroup, Layout
 
 Key = bytes | str
 """A caller's key. A text stands for its UTF-8 bytes."""
 
-KEYS_ROOT = BlockHash(hashlib.sha256(b"kvstore.keys.1").digest())
-"""What a block without a parent hangs on, and what every key is hashed under."""
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 """The one namespace of their blocks."""
 GROUP = "block"
 """Name of the one group."""
 KEY_BYTES_LIMIT = 4096
 """Longest key that a store may be made for: each block carries room for it."""
+
+
+def keys_root(secret: bytes | None) -> BlockHash:
+    """Return what a block without a parent hangs on, and what every key is hashed under."""
+    return root_digest(b"kvstore.keys.1", secret)
 
 
 def key_words(key_bytes: int) -> int:
@@ -71,8 +73,8 @@ class NamedBlock:
         return block_key(self.hash)
 
 
-def named(key: Key, key_bytes: int) -> NamedBlock:
-    """Return the name of the block that a caller calls ``key``.
+def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
+    """Return the name of the block that a caller calls ``key``, under its store's ``keys_root``.
 
     Raises:
         ValueError: if it is neither bytes nor text, or too long.
@@ -93,7 +95,7 @@ def named(key: Key, key_bytes: int) -> NamedBlock:
         raise ValueError(msg)
     raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
     ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
-    return NamedBlock(ids, block_hashes(KEYS_ROOT, ids, len(ids))[0])
+    return NamedBlock(ids, block_hashes(root, ids, len(ids))[0])
 
 
 def key_of(words: NDArray[np.uint32]) -> bytes:
@@ -105,6 +107,8 @@ def key_of(words: NDArray[np.uint32]) -> bytes:
 class KeyChain:
     """Named blocks, each the child of the one before it, below blocks of which the keys suffice."""
 
+    root: BlockHash
+    """The one root of all keyed blocks of a store."""
     above: bytes
     """Keys of the blocks over them, end to end."""
     parent: BlockHash
@@ -117,11 +121,6 @@ class KeyChain:
         """Join the keys, once."""
         keys = [block.key for block in self.blocks]
         object.__setattr__(self, "path", self.above + b"".join(keys))
-
-    @property
-    def root(self) -> BlockHash:
-        """The one root of all keyed blocks."""
-        return KEYS_ROOT
 
     @property
     def first(self) -> int:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvstore.block import BlockHash
 from kvstore.cache.context import Context
 from kvstore.cache.owner import OwnedSsd
 from kvstore.cache.scrub import Scrubber
@@ -30,9 +31,6 @@ class OpenStore:
     Threads: every public method may be called from any thread of the process that opened it.
     """
 
-    is_keyed = False
-    """Whether callers bring their own keys."""
-
     def __init__(
         self,
         *,
@@ -41,9 +39,13 @@ class OpenStore:
         index: PrefixIndex,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        keys_root: BlockHash | None = None,
         scrub_bytes_per_second: int = 0,
     ) -> None:
-        """Take over an open tier; as its owner, fill ``index`` from its records."""
+        """Take over an open tier; as its owner, fill ``index`` from its records.
+
+        ``keys_root`` is the root of the keys that callers bring, None if they bring none.
+        """
         self.format = frame_format
         self.context = Context(clock, wall_clock)
         self.metrics = self.context.metrics
@@ -51,6 +53,7 @@ class OpenStore:
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None
         self._why_large = ""
@@ -78,7 +81,7 @@ class OpenStore:
                 self.owned,
                 self.format,
                 bytes_per_second=self._scrub_rate,
-                is_keyed=self.is_keyed,
+                keys_root=self._keys_root,
             )
             self._scrubber.start()
 

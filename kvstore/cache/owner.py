@@ -184,14 +184,15 @@ class OwnedSsd:
         """Return the key of a queued block's parent, None if the block is not queued."""
         return self._pending.get(key)
 
-    def discard(self, prefix: Chain, number: int, *, force: bool = True) -> int:
-        """Remove a block and all that hangs on it; return how many blocks went.
+    def discard(self, path: bytes, *, force: bool = True) -> int:
+        """Remove the block that ends a path and all that hangs on it; return how many blocks went.
 
         Without ``force`` nothing goes where a pin protects any of them.
         """
         with self._changing:
             with self._context.lock:
-                position = self.index.match(prefix.path[: (number + 1) * KEY_BYTES])
+                number = len(path) // KEY_BYTES - 1
+                position = self.index.match(path)
                 if position.depth <= number:
                     return 0
                 segment = self.index.settle(position)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import plan
-from kvstore.block import ImageSpan
+from kvstore.block import BlockHash, ImageSpan
 from kvstore.cache.entries import Entries, Stored, host_entries
 from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
@@ -59,14 +59,17 @@ class Scope:
 
     def _bind(self, namespace: Namespace) -> None:
         """Fix the root of every chain of this scope."""
-        layout = self._shared.layout
-        self._line = namespace_digest(
-            layout.fingerprint, self._shared.block_tokens, replace(namespace, generation=0)
-        ).hex()
+        self._line = self._root_of(replace(namespace, generation=0)).hex()
         generation = self._shared.generation(self._line, namespace.generation)
         self.namespace = replace(namespace, generation=generation)
         """Whose cache this is, with the generation in force."""
-        self._root = namespace_digest(layout.fingerprint, self._shared.block_tokens, self.namespace)
+        self._root = self._root_of(self.namespace)
+
+    def _root_of(self, namespace: Namespace) -> BlockHash:
+        shared = self._shared
+        return namespace_digest(
+            shared.layout.fingerprint, shared.block_tokens, namespace, shared.secret
+        )
 
     @property
     def layout(self) -> Layout:

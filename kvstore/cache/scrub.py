@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.block import KEY_BYTES, BlockKey
+from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
 from kvstore.cache.integrity import stored_fault
-from kvstore.cache.keys import KEYS_ROOT, KeyChain
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
 from kvstore.frame import Frames
@@ -78,7 +77,7 @@ class Scrubber:
         frames: Frames,
         *,
         bytes_per_second: int,
-        is_keyed: bool,
+        keys_root: BlockHash | None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
@@ -94,7 +93,7 @@ class Scrubber:
         self._owned = owned
         self._ssd: SsdTier = owned.ssd
         self._frames = frames
-        self._is_keyed = is_keyed
+        self._keys_root = keys_root
         self._clock = clock
         self._stopped = threading.Event()
         self._wait = wait if wait is not None else self._stopped.wait
@@ -196,7 +195,7 @@ class Scrubber:
         """Return what is wrong with a block, or None: first as the disk has it, then as a read would."""
 
         def check(frame: memoryview) -> str | None:
-            return stored_fault(self._frames, frame, key, record, is_keyed=self._is_keyed)
+            return stored_fault(self._frames, frame, key, record, keys_root=self._keys_root)
 
         if self._direct is not None and record.page and 0 < record.frame_bytes < 2**32:
             frame = self._direct.read(record.page, PAGE_HEADER_BYTES, record.frame_bytes)
@@ -221,7 +220,7 @@ class Scrubber:
             message = "block %s in %s is bad (%s): the scrub removes it; counted from here on"
             metrics.say_once(f"scrub {fault}", message, key.hex(), self._ssd.path, fault)
         if above is not None:
-            self._owned.discard(KeyChain(b"".join(reversed(path)), KEYS_ROOT, ()), record.number)
+            self._owned.discard(b"".join(reversed(path)))
 
     def stats(self) -> dict[str, Any]:
         """Return where it is as plain JSON values.

@@ -54,11 +54,14 @@ class SharedTiers(OpenStore):
         open_device: Callable[[], DeviceTier],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        secret: bytes | None = None,
         scrub_bytes_per_second: int = 0,
         read_threads: int = 1,
     ) -> None:
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
+        self.secret = secret
+        """What roots are hashed under, if the store has one."""
         self.window = window
         self.pages: DevicePages | None = None
         self._generations: dict[str, int] = {}
@@ -434,7 +437,7 @@ class SharedTiers(OpenStore):
             )
             self.metrics.say_once(f"corrupt {fault}", message, number, self.ssd.path, fault)
         if self.owned is not None:
-            self.owned.discard(prefix, number)
+            self.owned.discard(prefix.path[: (number + 1) * KEY_BYTES])
 
     @property
     def device(self) -> DeviceTier:

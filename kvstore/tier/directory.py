@@ -1,4 +1,4 @@
-"""The directory of a store: who owns it, what it is for, and how a broken one is set aside.
+"""The directory of a store: who owns it, what it is for, its secret, and how a broken one is set aside.
 
 It knows names, permissions and locks. It never opens the database.
 """
@@ -26,6 +26,10 @@ DATA_FILE = "data.mdb"
 LOCK_FILE = "owner.lock"
 _MAP_LOCK_FILE = "lock.mdb"
 VERSION_FILE = "VERSION"
+SECRET_FILE = "secret"  # noqa: S105 - the name of a file
+SECRET_BYTES = 32
+"""As long as the digests that are made under it. Source: RFC 2104, section 3."""
+_PARTIAL_SECRET = "secret.partial"  # noqa: S105
 _PARTIAL_FILE = "VERSION.partial"
 """``VERSION`` while it is written: left behind by a process that was killed just then."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
@@ -99,7 +103,7 @@ def _check_file_system(path: Path) -> None:
 
 def refuse_links(path: Path) -> None:
     """Raise ``ConfigError`` if a file of a store is there but no plain file: it may lead anywhere."""
-    for name in (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE):
+    for name in (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE):
         with suppress(FileNotFoundError):
             mode = (path / name).lstat().st_mode
             if not stat.S_ISREG(mode):
@@ -114,7 +118,7 @@ def refuse_links(path: Path) -> None:
 def require_store_or_empty(path: Path) -> None:
     """Raise ``StoreError`` if ``path`` holds files but is no store."""
     if not (path / VERSION_FILE).exists():
-        known = {LOCK_FILE, _PARTIAL_FILE}
+        known = {LOCK_FILE, _PARTIAL_FILE, SECRET_FILE, _PARTIAL_SECRET}
         names = (item.name for item in path.iterdir())
         strangers = sorted(n for n in names if n not in known and not _is_aside(path, n))
         # Looked at again: another process may have become its owner and made the store just now.
@@ -160,26 +164,94 @@ def read_format(path: Path) -> str:
     return lines[1]
 
 
+def has_format(path: Path, format_text: str) -> bool:
+    """Say whether there is a store for ``format_text``, or raise ``LayoutMismatch`` if for another."""
+    if not (path / VERSION_FILE).exists():
+        return False
+    found = read_format(path)
+    if found != format_text:
+        msg = (
+            f"{path} holds blocks of another layout and was left untouched: "
+            f"{_difference(found, format_text)}. Use another path for this one."
+        )
+        raise LayoutMismatch(msg)
+    return True
+
+
 def claim_format(path: Path, format_text: str) -> None:
     """Record what a new store is for, or raise ``LayoutMismatch`` if an old one is for another."""
-    version = path / VERSION_FILE
-    if version.exists():
-        found = read_format(path)
-        if found != format_text:
-            msg = (
-                f"{path} holds blocks of another layout and was left untouched: "
-                f"{_difference(found, format_text)}. Use another path for this one."
-            )
-            raise LayoutMismatch(msg)
-        return
-    partial = path / _PARTIAL_FILE
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(f"{_FIRST_LINE}\n{format_text}\n")
+    if not has_format(path, format_text):
+        # Before there is a database: one without its VERSION is nobody's store.
+        _write(path, VERSION_FILE, _PARTIAL_FILE, f"{_FIRST_LINE}\n{format_text}\n".encode())
+
+
+def _write(path: Path, name: str, partial_name: str, content: bytes) -> None:
+    """Give a store a small file, durably: all of it or none. Its owner's business alone."""
+    partial = path / partial_name
+    partial.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.chmod(0o600)
-    partial.replace(version)
-    _sync(path)  # before there is a database: one without its VERSION is nobody's store
+    partial.replace(path / name)
+    _sync(path)
+
+
+def make_secret(path: Path) -> bool:
+    """See to it that a new store has a secret; False if another process owns it and made none yet.
+
+    One that is there already stays: put there to import an archive, or left by a process that was
+    killed before it made the store.
+    """
+    if (path / SECRET_FILE).exists():
+        return True
+    lock = try_lock(path)
+    if lock is None:
+        return False
+    try:
+        if not (path / SECRET_FILE).exists() and not (path / VERSION_FILE).exists():
+            _write(path, SECRET_FILE, _PARTIAL_SECRET, os.urandom(SECRET_BYTES))
+    finally:
+        os.close(lock)
+    return True
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret of a store. It is never made here: another one would find no block.
+
+    Raises:
+        ConfigError: if the file is someone else's, open to others, or no plain file.
+        StoreError: if it is missing or no secret.
+    """
+    file = path / SECRET_FILE
+    anew = "put back the one that the store, or the archive, is of, or use another path: none finds its blocks but that"
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        msg = f"{file} is missing, the secret that hashes are made under: {anew}"
+        raise StoreError(msg) from error
+    except OSError as error:
+        refuse_links(path)
+        msg = f"{file} cannot be read: {error.strerror}; let this user read it, or use another path"
+        raise StoreError(msg) from error
+    try:
+        refuse_links(path)
+        facts, owner = os.fstat(fd), path.stat().st_uid
+        if facts.st_uid != owner:
+            msg = f"{file} belongs to user id {facts.st_uid}, expected {owner}, whose directory it is: {anew}"
+            raise ConfigError(msg)
+        if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            mode = stat.S_IMODE(facts.st_mode)
+            msg = f"{file} is open to others (mode {mode:04o}); run chmod 600 on it, unless they may know it"
+            raise ConfigError(msg)
+        secret = os.read(fd, SECRET_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(secret) != SECRET_BYTES:
+        msg = f"{file} has {facts.st_size} bytes, expected {SECRET_BYTES}: {anew}"
+        raise StoreError(msg)
+    return secret
 
 
 def sync_names(path: Path) -> None:
@@ -274,6 +346,7 @@ def busy(path: Path) -> StoreBusy:
 def set_aside(path: Path) -> Path:
     """Rename a broken store to ``<name>.bad-<time>``, keep only that one, and return where it is.
 
+    Its secret, if it has one, is in both: a broken database is no reason to change it.
     A directory that cannot be renamed, such as a mount point, gets it as a subdirectory.
     """
     for folder in (path.parent, path):
@@ -290,9 +363,16 @@ def set_aside(path: Path) -> Path:
         for item in (DATA_FILE, _MAP_LOCK_FILE, VERSION_FILE):
             if (path / item).exists():
                 (path / item).rename(target / item)
+        _copy_secret(path, target)
         return target
     path.mkdir(mode=0o700)
+    _copy_secret(target, path)
     return target
+
+
+def _copy_secret(source: Path, target: Path) -> None:
+    with suppress(FileNotFoundError):
+        _write(target, SECRET_FILE, _PARTIAL_SECRET, (source / SECRET_FILE).read_bytes())
 
 
 def _is_aside(path: Path, name: str) -> bool:

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreBusy, StoreError, admin  # noqa: F401 - scripts below take names from here
 from kvstore.cache import keys as keys_module
 from kvstore.cache.keyed import KeyedBlocks
-from kvstore.cache.keys import KEYS_ROOT, named
+from kvstore.cache.keys import keys_root, named
 from kvstore.frame import FrameFormat, Header
 from kvstore.opening import format_text
 from tests.stores import open_cache
 
 SIZE = 5000
+KEYS_ROOT = keys_root(None)
 """Bytes of a block: no multiple of anything."""
 Block = NDArray[np.uint8]
 
@@ -442,7 +443,7 @@ def test_a_restart_keeps_blocks_their_tree_and_their_order(tmp_path: Path) -> No
 def flip(path: Path, key: str, where: int = 1000) -> None:
     """Flip a bit of a stored block: byte ``where`` of its frame's payload."""
     with open_store(path) as store:
-        record = tree(store).ssd.record(named(key, 256).key)
+        record = tree(store).ssd.record(named(key, 256, KEYS_ROOT).key)
         assert record is not None
         assert record.page
         frames = tree(store).format
@@ -723,8 +724,8 @@ def test_a_put_that_may_not_wait_is_refused_while_the_queue_is_full(tmp_path: Pa
 WALKS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map("".join)
 FLAT = st.sampled_from([f"flat{n}" for n in range(30)])
 KEYS = st.one_of(WALKS, FLAT)
-EVERY = {f"flat{n}": named(f"flat{n}", 256).key for n in range(30)} | {
-    walk: named(walk, 256).key
+EVERY = {f"flat{n}": named(f"flat{n}", 256, KEYS_ROOT).key for n in range(30)} | {
+    walk: named(walk, 256, KEYS_ROOT).key
     for size in range(1, 7)
     for walk in map("".join, itertools.product("ab", repeat=size))
 }
@@ -820,7 +821,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert not self.store.exists([key])
             return
         assert self.store.exists([key])
-        tree(self.store).ssd.delete([named(key, 256).key])
+        tree(self.store).ssd.delete([named(key, 256, KEYS_ROOT).key])
         assert get(self.store, [key]) == [None]
         for lost in [k for k in EVERY if k == key or (key[0] != "f" and k.startswith(key))]:
             assert lost not in self.present()
@@ -861,7 +862,7 @@ GOLDEN_FRAME = (
 
 def test_the_format_of_a_keyed_block_is_as_documented() -> None:
     form = keys_module.keyed_format(5, 8)
-    block, parent = named("k", 8), named("p", 8)
+    block, parent = named("k", 8, KEYS_ROOT), named("p", 8, KEYS_ROOT)
     ids = struct.pack("<3I", 1, ord("k"), 0)
     assert block.words.tobytes() == ids
     root = hashlib.sha256(b"kvstore.keys.1").digest()
@@ -887,7 +888,7 @@ def test_the_format_of_a_keyed_block_is_as_documented() -> None:
 
 def test_the_environment_is_not_asked(tmp_path: Path) -> None:
     """Keys mean the same in every process, whatever Python's hash seed."""
-    code = "from kvstore.cache.keys import named; print(named('k', 256).hash.hex())"
+    code = "from kvstore.cache.keys import keys_root, named; print(named('k', 256, keys_root(None)).hash.hex())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -899,4 +900,4 @@ def test_the_environment_is_not_asked(tmp_path: Path) -> None:
         ).stdout
         for seed in ("0", "1", "random")
     }
-    assert seen == {named("k", 256).hash.hex() + "\n"}
+    assert seen == {named("k", 256, KEYS_ROOT).hash.hex() + "\n"}

@@ -30,6 +30,7 @@ from kvstore import (
     StoreError,
     WindowSnapshot,
 )
+from kvstore.block import KEY_BYTES
 from kvstore.cache.scope import Scope
 from kvstore.tier import directory
 from kvstore.tier import ssd as ssd_module
@@ -357,7 +358,7 @@ def test_pages_that_are_read_cannot_become_another_prefix(
     with open_cache(tmp_path / "s", device_bytes=4 * BLOCK * 768) as cache:
         tokens, other = kept(cache), kept(cache, seed=1)
         cache.load(cache.probe(tokens)).release()
-        owned(cache).discard(cache.probe(tokens).prefix, 0)
+        owned(cache).discard(cache.probe(tokens).prefix.path[:KEY_BYTES])
         match = cache.probe(tokens)
         assert match.residency == {"device": 4 * BLOCK, "ssd": 0}
         tier = paged(cache).tier

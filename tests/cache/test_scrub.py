@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore import BlockStore, ConfigError
 from kvstore.cache import scrub
+from kvstore.cache.keys import keys_root
 from kvstore.cache.scrub import PASS_SECONDS, RETRY_SECONDS, Scrubber, TokenBucket
 from kvstore.frame import FrameFormat
 from kvstore.tier.direct import DirectFile
@@ -54,7 +55,7 @@ def scrubber(cache: Any, clock: Clock | None = None, rate: int = 1000, **options
     return Scrubber(
         *(shared.context, owned(cache), shared.format),
         bytes_per_second=rate,
-        is_keyed=shared.is_keyed,
+        keys_root=shared._keys_root,
         clock=clock,
         wait=clock.wait,
         **options,
@@ -220,7 +221,7 @@ def test_keyed_blocks_are_scrubbed_too(tmp_path: Path) -> None:
         walk = Scrubber(
             *(shared.context, shared.owned, shared.format),
             bytes_per_second=1,
-            is_keyed=True,
+            keys_root=keys_root(None),
             clock=clock,
             wait=clock.wait,
         )
