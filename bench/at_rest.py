@@ -102,7 +102,7 @@ def whole(high: Bytes, low: Bytes, shape: tuple[int, ...]) -> Numbers:
 
 
 def rotated(numbers: Numbers, bits: int) -> Numbers:
-    return (numbers << bits) | (numbers >> (16 - bits))
+    return (numbers << np.uint16(bits)) | (numbers >> np.uint16(16 - bits))
 
 
 def across(shape: tuple[int, ...]) -> tuple[int, ...]:
