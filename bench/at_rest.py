@@ -102,8 +102,7 @@ def whole(high: Bytes, low: Bytes, shape: tuple[int, ...]) -> Numbers:
 
 
 def rotated(numbers: Numbers, bits: int) -> Numbers:
-    left, right = np.uint16(bits), np.uint16(16 - bits)
-    return (numbers << left) | (numbers >> right)
+    return (numbers << np.uint16(bits)) | (numbers >> np.uint16(16 - bits))
 
 
 def across(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -116,10 +116,10 @@ class TopBytes:
         room, source = self._room, np.frombuffer(stored, np.uint8)
         try:
             with room.decompressor.stream_reader(stored[self._tops_at :]) as reader:
-                count = reader.readinto(room.tops)
+                is_whole = reader.readinto(room.tops) == len(room.tops) and not reader.read(1)
         except zstandard.ZstdError:
             return None
-        if count != len(room.tops):
+        if not is_whole:
             return None
         room.frame[: self._start] = source[: self._start]
         _scatter(self._rest, source, room.frame)
