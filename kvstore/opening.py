@@ -140,6 +140,8 @@ def secret_for(
             raise LayoutMismatch(msg)
         return _secret_named(path, named) if is_wanted else None
     except OSError as error:
+        if not is_wanted:
+            return None  # opening it meets the same, and says more
         msg = f"the secret of {path} cannot be made: {error.strerror}; free what is short or use another path"
         raise StoreError(msg) from error
 

@@ -147,8 +147,10 @@ def read_format(path: Path) -> str:
     """Return the text that describes the layout of a store, its ``VERSION`` file's second line.
 
     Raises:
+        ConfigError: if a file of the store is no plain file.
         StoreError: if the file is damaged or of another version.
     """
+    refuse_links(path)  # a pipe would be read for ever
     try:
         lines = (path / VERSION_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

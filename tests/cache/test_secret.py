@@ -531,6 +531,7 @@ def test_a_scrub_checks_keys_of_callers_against_the_secret(tmp_path: Path, is_ri
         )
         while not scrubber.stats()["passes"]:
             scrubber.step()
+        scrubber.stop()
         assert shared.metrics.corrupt_blocks == ({} if is_right else {"identity": 1})
 
 
