@@ -85,7 +85,7 @@ def compact(path: Path) -> dict[str, Any]:
     before = (path / directory.DATA_FILE).stat().st_size
     with admin.owned(path) as store:
         store.ssd.compact()
-        after = store.ssd.disk_bytes
+        after = store.ssd.file_bytes
         return {
             "path": str(path),
             "bytes_before": before,

@@ -200,6 +200,9 @@ class SsdTier:
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
+        self._reach_bytes = spare_bytes(options.capacity_bytes, options.frame_bytes)
+        """More than a commit adds to the file."""
+        self._has_reached = False
         self.delete_blocks = delete_blocks(options.capacity_bytes, options.frame_bytes)
         self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
@@ -564,6 +567,7 @@ class SsdTier:
         with self._writing, self._using():
             self._heal()
             self._clear_readers()
+            self._reach()
             try:
                 begin: Any = self._env.begin  # its overloads know no variable for `buffers`
                 with begin(write=True, buffers=buffers) as txn:
@@ -582,6 +586,19 @@ class SsdTier:
         if now - self._readers_checked >= READERS_SECONDS:
             self._readers_checked = now
             self._env.reader_check()
+
+    def _reach(self) -> None:
+        """Let the file be as long as the next transaction may make it, so that no page is behind its end.
+
+        Inside a transaction LMDB takes for a page whatever number is below the next new one. A changed
+        bit that names a new page, which the file does not have yet, would be read through the map
+        behind the end of the file: SIGBUS. There it is a hole, which makes no sense and is an error.
+        """
+        wanted = min(self.file_bytes + self._reach_bytes, self.capacity_bytes)
+        if self.disk_bytes < wanted:
+            self._has_reached = True
+            with suppress(OSError):
+                os.truncate(self.path / directory.DATA_FILE, wanted // PAGE_BYTES * PAGE_BYTES)
 
     def _heal(self) -> None:
         """After a commit or a sync that failed: bring the last committed state to the disk.
@@ -787,6 +804,12 @@ class SsdTier:
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)
                 self._env.sync(True)  # noqa: FBT003
+                if (
+                    self._has_reached and not self.options.preallocate
+                ):  # still under the owner's lock
+                    end = (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
+                    with suppress(OSError):
+                        os.truncate(self.path / directory.DATA_FILE, end)
         self._release()
 
     def before_fork(self) -> None:

@@ -227,3 +227,23 @@ def test_a_meta_page_that_is_none_is_refused(tmp_path: Path) -> None:
             open_cache(path, role="reader")
         with open_cache(path) as cache:
             assert cache.stats()["counters"]["quarantined_stores"] == 1
+
+
+def test_every_page_that_a_transaction_may_name_lies_within_the_file(tmp_path: Path) -> None:
+    """A changed bit may name a page that the file has not got yet: behind its end that is SIGBUS."""
+    path = tmp_path / "s"
+    data = path / "data.mdb"
+    cap = 8 << 20
+    with open_cache(path, ssd_bytes=cap) as cache:
+        ssd = cache._shared.ssd
+        commit = ssd.commit_blocks * ssd.block_bytes
+        for seed in range(12):
+            tokens = tokens_of(40 * BLOCK, seed)
+            cache.store(tokens, entries_of(DENSE, tokens))
+            cache.flush()
+            room = data.stat().st_size - ssd.file_bytes
+            assert min(commit, cap - ssd.file_bytes) <= room
+            assert data.stat().st_size <= cap
+        assert data.stat().st_blocks * 512 < data.stat().st_size, "it takes no room on the disk"
+        end = ssd.file_bytes
+    assert data.stat().st_size == end, "and is given back"
