@@ -202,7 +202,6 @@ class SsdTier:
         self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
         self._reach_bytes = spare_bytes(options.capacity_bytes, options.frame_bytes)
         """More than a commit adds to the file."""
-        self._has_reached = False
         self.delete_blocks = delete_blocks(options.capacity_bytes, options.frame_bytes)
         self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
         spare = spare_bytes(options.capacity_bytes, options.frame_bytes)
@@ -596,7 +595,6 @@ class SsdTier:
         """
         wanted = min(self.file_bytes + self._reach_bytes, self.capacity_bytes)
         if self.disk_bytes < wanted:
-            self._has_reached = True
             with suppress(OSError):
                 os.truncate(self.path / directory.DATA_FILE, wanted // PAGE_BYTES * PAGE_BYTES)
 
@@ -805,8 +803,8 @@ class SsdTier:
                     txn.put(b"clean", b"1", db=self._sys)
                 self._env.sync(True)  # noqa: FBT003
                 if (
-                    self._has_reached and not self.options.preallocate
-                ):  # still under the owner's lock
+                    not self.options.preallocate
+                ):  # what `_reach` added; still under the owner's lock
                     end = (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
                     with suppress(OSError):
                         os.truncate(self.path / directory.DATA_FILE, end)
