@@ -225,9 +225,8 @@ class KeyedBlocks(OpenStore):
         def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
             assert reader is not None
             some = asked[done + i : done + i + len(offsets)]
-            hashes = self.keys_root + b"".join(
-                [block.hash for block in some]
-            )  # no parent is asked for
+            # No parent is asked for: any hash may stand in its place.
+            hashes = self.keys_root + b"".join([block.hash for block in some])
             ids = np.concatenate([block.words for block in some])
             return reader.read(file, offsets, hashes, ids, done + i)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvstore.cache.context import Context
 from kvstore.cache.prefix import Prefix
 from kvstore.frame import Frames, Wave
-from kvstore.tier.ssd import READ_BATCH, SsdTier, TakeMany
+from kvstore.tier.ssd import READ_BATCH, SsdTier
 from kvstore.transfer import Crew, Errand
 
 RUN_BYTES = 16 << 20
@@ -126,7 +126,8 @@ class Reads:
         def take(number: int, frame: memoryview) -> str | None:
             return self._format.scatter(frame, target, block + number - first)
 
-        def take_many(size: int, number: int, file: int, offsets: NDArray[np.int64]) -> int:
+        def take_many(size: int, start: int, i: int, file: int, offsets: NDArray[np.int64]) -> int:
+            number = start + i
             # Of each kind as many as there are threads that read here.
             reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
@@ -152,10 +153,11 @@ class Reads:
         first: int,
         stop: int,
         take: Take,
-        takers: Mapping[int, TakeMany],
+        takers: Mapping[int, Callable[[int, int, int, NDArray[np.int64]], int]],
         bounds: tuple[int, int] | None,
         limits: Limits | None,
     ) -> Reading:
+        """Begin a read; ``takers`` by size are ``TakeMany`` behind the number of a run's first block."""
         ssd, limits, faults = self._ssd, limits or Limits(), dict[int, str]()
         each = self._format.frame_bytes if bounds is None else max(1, bounds[1] - bounds[0])
         run = max(1, min(READ_BATCH, RUN_BYTES // each))
@@ -167,14 +169,9 @@ class Reads:
             expected = (prefix.hashes[n], prefix.parent_hash(n), prefix.block_ids(n))
             return self._format.form_of(frame).head_fault(frame, *expected) or take(n, frame)
 
-        def shifted(
-            start: int, taker: TakeMany, i: int, file: int, offsets: NDArray[np.int64]
-        ) -> int:
-            return taker(start + i, file, offsets)
-
         def work(at: int, until: int) -> int:
             start = first + at
-            many = {size: partial(shifted, start, taker) for size, taker in takers.items()}
+            many = {size: partial(taker, start) for size, taker in takers.items()}
             if len(keys) > run:
                 ssd.will_need(keys[at + ahead : until + ahead], bounds)
             result = ssd.read(

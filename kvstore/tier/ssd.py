@@ -403,13 +403,14 @@ class SsdTier:
             places = [self._place(data) for data in found]
             i = first
             while i < stop:
-                run, size = self._run(places[i - first :])
-                if len(run) and size in take_many:
+                page, size = places[i - first]
+                if page and size in take_many:
+                    run = self._run(places[i - first :])
                     taken = take_many[size](i, self._file, run)
                     i, read = i + taken, read + taken * size
                     if taken == len(run):
                         continue
-                page, size = places[i - first]
+                    page = places[i - first][0]  # one of the run, that is not good
                 if found[i - first] is None:
                     return ReadResult(i, "missing", read)
                 frame = buffer[:size]
@@ -427,11 +428,11 @@ class SsdTier:
         return ReadResult(stop, None, read)
 
     @staticmethod
-    def _run(places: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], int]:
-        """Return where leading frames of one size lie, as far as that is known, and the size."""
+    def _run(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """Return where leading frames of one size lie, as far as that is known."""
         size = places[0][1]
         pages = [page for page, _ in takewhile(lambda place: place[0] and place[1] == size, places)]
-        return np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES, size
+        return np.array(pages, np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
 
     def _place(self, data: bytes | memoryview | None) -> tuple[int, int]:
         """Return the page that a record names and the size there; 0 for what no file has."""
@@ -802,9 +803,8 @@ class SsdTier:
                 with self._env.begin(write=True) as txn:
                     txn.put(b"clean", b"1", db=self._sys)
                 self._env.sync(True)  # noqa: FBT003
-                if (
-                    not self.options.preallocate
-                ):  # what `_reach` added; still under the owner's lock
+                # What `_reach` added goes, still under the owner's lock.
+                if not self.options.preallocate:
                     end = (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
                     with suppress(OSError):
                         os.truncate(self.path / directory.DATA_FILE, end)
