@@ -371,6 +371,14 @@ def test_a_model_of_sliding_windows_alone_is_refused() -> None:
         model_layout(model)
 
 
+def test_a_model_that_caches_no_keys_and_values_is_refused() -> None:
+    """transformers itself expands a latent before it caches it: it is not what the layout says."""
+    model = tiny_model()
+    model.config.kv_lora_rank, model.config.qk_rope_head_dim = 16, 8
+    with pytest.raises(ConfigError, match=r"caches latent \(3 layers of 24\), expected plain keys"):
+        model_layout(model)
+
+
 def test_other_formats_round_once_and_go_through_their_codec(tmp_path: Path) -> None:
     model = tiny_model(torch.float32)
     past = filled(model, prompt(33))
