@@ -188,7 +188,7 @@ def test_a_number_of_threads_that_is_none_is_refused(tmp_path: Path, threads: An
         open_cache(tmp_path / "s", read_threads=threads)
 
 
-@pytest.mark.usefixtures("by_block")
+@pytest.mark.usefixtures("by_block", "by_layer")
 def test_a_job_with_a_deadline_has_whole_blocks_of_what_came_in_time(
     tmp_path: Path, hang: Callable[[BlockKey], threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
