@@ -255,6 +255,19 @@ def test_it_holds_through_all_generations_of_a_namespace_together(tmp_path: Path
         assert [space["quota"] for space in spaces] == [blocks(20)] * 3
 
 
+def test_the_newest_quota_holds_after_a_restart_however_many_generations_there_were(
+    tmp_path: Path,
+) -> None:
+    path, last = tmp_path / "s", 10  # in the order of texts, namespace 9 comes after 10
+    with open_cache(path) as cache:
+        for generation in range(last):
+            quota = blocks(20 - generation)
+            put(cache.scope(tenant("me", generation=generation), ssd_quota=quota), generation, 1)
+    with open_cache(path) as cache:
+        quotas = {space["quota"] for space in cache.stats()["namespaces"] if space["blocks"]}
+        assert quotas == {blocks(20 - last + 1)}
+
+
 def test_a_reader_ignores_the_quota_that_it_gives_and_shows_the_owners(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with open_cache(path, ssd_quota=blocks(9)) as cache:
