@@ -16,7 +16,7 @@ Unchained = Annotated[
     Literal["refuse", "rekey"],
     Parameter(help="Refuse ids that name blocks and not prefixes, or make them names of prefixes."),
 ]
-Format = Annotated[
+FormatOption = Annotated[
     Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure"],
-    Parameter(help="Format of the trace; auto recognises it."),
+    Parameter(name="--format", help="Format of the trace; auto recognises it."),
 ]

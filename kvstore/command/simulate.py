@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from kvstore.command.parameters import BlockSize, Files, Format, Json, Unchained
+from kvstore.command.parameters import BlockSize, Files, FormatOption, Json, Unchained
 from kvstore.command.terminal import OK, progress, write_json, write_line, write_table
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def simulate(
     curve: Flag = False,
     warmup: float = 0.0,
     semantics: Literal["prefix", "flat"] = "prefix",
-    format_: Annotated[Format, Parameter(name="--format")] = "auto",
+    format_: FormatOption = "auto",
     block_size: BlockSize = 0,
     unchained: Unchained = "refuse",
     tier: Texts = (),
@@ -304,10 +304,11 @@ def _command(path: Path, given: _Given, advice: Mapping[str, Any]) -> str:
     same += ("prefill_tps", "bandwidth", "window_tokens", "window_ttl", "window_bytes")
     defaults = {"warmup": 0.0, "semantics": "prefix", "format": "auto", "block_size": 0}
     defaults |= {"unchained": "refuse"}
+    advised = {"window_ttl": f"{advice['window']['ttl_seconds']:g}s"} if "window" in advice else {}
     for name in same:
-        value = getattr(given, name)
+        value = advised.get(name, getattr(given, name))
         if value != defaults.get(name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value).removesuffix(".0")]
     for tier in given.tier:
         words += ["--tier", tier]
     if given.tier and given.exclusive:

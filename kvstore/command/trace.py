@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cyclopts import App
 
-from kvstore.command.parameters import BlockSize, File, Files, Json, Unchained
+from kvstore.command.parameters import BlockSize, File, Files, FormatOption, Json, Unchained
 from kvstore.command.terminal import OK, write_json, write_line, write_table
 
 trace = App(name="trace", help="Look into recorded traces, and make others of them.")
@@ -20,6 +20,7 @@ def trace_info(
     *,
     block_size: BlockSize = 0,
     unchained: Unchained = "refuse",
+    format_: FormatOption = "auto",
     as_json: Json = False,
 ) -> int:
     """Tell what a trace is like: its size, how much is reused, and after how long.
@@ -34,7 +35,7 @@ def trace_info(
     from kvstore.trace.info import info
     from kvstore.trace.reading import Options, read
 
-    found = info(read(file, Options(block_tokens=block_size, unchained=unchained)))
+    found = info(read(file, Options(block_tokens=block_size, unchained=unchained, form=format_)))
     if as_json:
         write_json(found)
     else:
@@ -67,6 +68,7 @@ def trace_convert(
     to: Form = "mooncake",
     block_size: BlockSize = 0,
     unchained: Unchained = "refuse",
+    format_: FormatOption = "auto",
     as_json: Json = False,
 ) -> int:
     """Write a trace in another format.
@@ -85,7 +87,7 @@ def trace_convert(
     from kvstore.trace.chained import parents
     from kvstore.trace.reading import Options, read
 
-    made = read(file, Options(block_tokens=block_size, unchained=unchained))
+    made = read(file, Options(block_tokens=block_size, unchained=unchained, form=format_))
     parents(made)  # a trace of ids that are no prefixes is not passed on as one
     return _write_trace(made, output, to, as_json=as_json)
 

@@ -90,6 +90,7 @@ def report(
         if question.cost is not None:
             windows["replay_seconds"] = windows["replayed_tokens"] / question.cost.prefill_tps
         found["window_pool"] = windows
+        found["recommendation"]["window"] = _window_advice(windows)
     found["hints"] = hints(simulation, found, first)
     found["recommendation"]["text"] = sentences(simulation, question, found)
     return {
@@ -162,7 +163,7 @@ def sentences(simulation: Simulation, question: Question, found: dict[str, Any])
         said.append("nothing is used twice, so no cache of any size hits anything")
     said.append(_policy_sentence(advice))
     if "window_pool" in found:
-        said.append(_window_sentence(found["window_pool"]))
+        said.append(_window_sentence(advice["window"]))
     if question.cost is not None:
         rate = bytes_text(question.cost.break_even)
         said.append(f"loading is faster than computing from {rate}/s on")
@@ -189,17 +190,22 @@ def _policy_sentence(advice: dict[str, Any]) -> str:
     )
 
 
-def _window_sentence(pool: dict[str, Any]) -> str:
+def _window_advice(pool: dict[str, Any]) -> dict[str, Any]:
+    """Return the shortest time to live of the curve that keeps nearly what one without end does."""
     *points, without_end = pool["curve"]
     enough = (point for point in points if point["kept"] >= WINDOW_SHARE * without_end["kept"])
     chosen = next(enough, points[-1])
-    ttl, kept = chosen["ttl_seconds"], chosen["kept"]
-    most = (
-        ""
-        if f"{kept:.0%}" == f"{without_end['kept']:.0%}"
-        else f", of {without_end['kept']:.0%} that any would"
-    )
-    return f"a window TTL of {ttl:g} s keeps {kept:.0%} of turns from replay{most}"
+    return {
+        "ttl_seconds": chosen["ttl_seconds"],
+        "kept": chosen["kept"],
+        "kept_without_end": without_end["kept"],
+    }
+
+
+def _window_sentence(advice: dict[str, Any]) -> str:
+    kept, most = f"{advice['kept']:.0%}", f"{advice['kept_without_end']:.0%}"
+    bound = "" if kept == most else f", of {most} that any would"
+    return f"a window TTL of {advice['ttl_seconds']:g} s keeps {kept} of turns from replay{bound}"
 
 
 def _tier_sentences(found: dict[str, Any]) -> list[str]:
