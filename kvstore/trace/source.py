@@ -131,11 +131,12 @@ def created(path: Path) -> Iterator[IO[bytes]]:
         with path.open("wb") as file, _compressed(path, file) as stream:
             yield stream
         return
-    beside = path.with_name(f".{path.name}.part")
+    place = path.resolve()  # what a link names is replaced, and the link stays
+    beside = place.with_name(f".{place.name}.part")
     try:
         with beside.open("wb") as file, _compressed(path, file) as stream:
             yield stream
-        beside.replace(path)
+        beside.replace(place)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

@@ -327,3 +327,11 @@ def test_a_device_takes_bytes_as_they_come() -> None:
     with created(Path("/dev/null")) as stream:
         stream.write(b"gone")
     assert not Path("/dev/null").is_file()
+
+
+def test_a_link_to_a_trace_stays_one(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.jsonl", tmp_path / "target.jsonl"
+    link.symlink_to(target)
+    write(trace_of([[1, 2]]), link)
+    assert link.is_symlink()
+    assert read(target).references == 2
