@@ -34,9 +34,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bench.chart import Point, Series, chart
 from kvstore import fp4
 from kvstore.block import BlockHash
+from kvstore.chart import Point, Series, chart
 from kvstore.codec import native, numpy_reference
 from kvstore.command.terminal import progress_bar
 from kvstore.hash import block_hashes

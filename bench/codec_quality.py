@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 
 import kvstore
-from bench.chart import Point, Series, chart
+from kvstore.chart import Point, Series, chart
 from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text
 from kvstore.engine import smollm2

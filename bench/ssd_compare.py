@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.chart import Point, Series, chart
 from bench.ssd_peers import PEERS
 from bench.ssd_store import BLOCK_TOKENS, COLD_SHARE, RUN_BLOCKS, Advance, forget_pages
+from kvstore.chart import Point, Series, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_BLOCKS = 64

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.chart import Point, Series, chart
 from bench.ttft_engines import Connector, First, Job
+from kvstore.chart import Point, Series, chart
 from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text, drop_page_cache
 from kvstore.engine import smollm2

@@ -7,13 +7,12 @@ Its headers are read one by one and never followed, so nothing in it names a pla
 from __future__ import annotations
 
 import json
-import os
 import re
 import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +27,7 @@ from kvstore.cache.keys import KEYS_NAMESPACE, keys_root
 from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.opened import OpenStore
 from kvstore.errors import ConfigError, StoreError
+from kvstore.files import written
 from kvstore.frame import Frames, Header
 from kvstore.hash import namespace_digest
 from kvstore.index import KeyedIndex, Segment
@@ -108,27 +108,13 @@ def export_store(
 @contextmanager
 def _written(file: Path) -> Iterator[IO[bytes]]:
     """Give a stream whose bytes become ``file``, all of them or none."""
-    partial = file.with_name(file.name + ".partial")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        fd = os.open(partial, flags, 0o600)
-        with os.fdopen(fd, "wb") as raw:
-            if file.suffix == ".zst":
-                packer = zstandard.ZstdCompressor(write_checksum=True)
-                with packer.stream_writer(raw, closefd=False) as stream:
-                    yield cast("IO[bytes]", stream)
-            else:
-                yield raw
-            raw.flush()
-            os.fsync(raw.fileno())
-        partial.replace(file)
-    except BaseException as error:
-        with suppress(OSError):
-            partial.unlink()
-        if isinstance(error, OSError):
-            msg = f"{file} cannot be written: {error.strerror or error}"
-            raise StoreError(msg) from error
-        raise
+    with written(file) as raw:
+        if file.suffix == ".zst":
+            packer = zstandard.ZstdCompressor(write_checksum=True)
+            with packer.stream_writer(raw, closefd=False) as stream:
+                yield cast("IO[bytes]", stream)
+        else:
+            yield raw
 
 
 def _write_member(

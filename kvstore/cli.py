@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from kvstore.command.footprint import footprint
 from kvstore.command.parameters import Json
 from kvstore.command.simulate import policies, simulate
 from kvstore.command.terminal import (
@@ -51,6 +52,7 @@ app = App(
     help_on_error=False,
     suppress_keyboard_interrupt=False,
 )
+app.command(footprint)
 app.command(simulate)
 app.command(policies)
 app.command(trace)

@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -607,23 +608,30 @@ class FrameFormat:
         return self._apart(blocks, is_output=False)
 
     def _apart(self, blocks: Sequence[NDArray[np.uint8]], *, is_output: bool) -> Places:
-        (group,) = self.layout.global_groups
-        (_,) = group.layers
         views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
         for number, view in enumerate(views):
             (check_out if is_output else check_in)(view, f"block {number}", (self.payload_bytes,))
-        first = views[0].reshape(1, -1, group.entry_bytes)
-        places = self._places(
-            {group.name: first}, {}, {group.name: _BYTES}, None, is_output=is_output
-        )
         starts = np.array([view.__array_interface__["data"][0] for view in views], np.int64)
+        table = self._one_apart._table.copy()  # noqa: SLF001
+        table[:, _PLACE] += starts[0]
         return replace(
-            places,
+            self._one_apart,
             blocks=len(views),
+            _table=table,
             _steps=starts - starts[0],
-            _kept=(places._kept, views),  # noqa: SLF001
+            _kept=views,
             _is_shifted=True,
         )
+
+    @cached_property
+    def _one_apart(self) -> Places:
+        """The places of one block of one group and layer, as if its memory began at address 0."""
+        (group,) = self.layout.global_groups
+        (_,) = group.layers
+        block = np.empty((1, self.entries[group.name], group.entry_bytes), np.uint8)
+        places = self._places({group.name: block}, {}, {group.name: _BYTES}, None, is_output=True)
+        places._table[:, _PLACE] -= block.__array_interface__["data"][0]  # noqa: SLF001
+        return places
 
     def values_target(self, values: Mapping[str, Array]) -> Places:
         """Return a target of numbers: packed entries are unpacked, as by their groups' codecs.

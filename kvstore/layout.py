@@ -5,10 +5,12 @@ A layout knows bytes and lifetimes. It knows no tier, no token and no file.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.presets import PRESETS
 
 
 class Lifetime(StrEnum):
@@ -241,7 +244,8 @@ def layout(
     ``source`` is a preset's name, the path of a Hugging Face ``config.json`` (or of the folder that
     holds one), or such a config as a mapping. ``dtype`` overrides the entry format of keys and
     values: one name for both, or one per group as ``{"k": "bf16", "v": "nvfp4"}``. Windows keep the
-    model's own dtype unless the mapping names ``k_window`` and ``v_window`` as well.
+    model's own dtype unless the mapping names ``k_window`` and ``v_window`` as well. A model of
+    latent attention has one group, ``latent``; DeepSeek V3.2, V4 and V4.1 have formats of their own.
 
     Raises:
         ConfigError: for an unknown preset, a missing or unreadable file, or a kind of model whose
@@ -260,24 +264,59 @@ def layout(
     if preset is not None:
         return from_config(preset, dtype=dtype)
     path = Path(source)
-    try:
-        if path.is_dir():
-            path /= "config.json"
+    is_folder = is_file = False
+    with suppress(OSError):  # of a text that no file system takes as a name
+        is_folder = path.is_dir()
+        path = path / "config.json" if is_folder else path
         is_file = path.is_file()
-    except OSError:  # a text that no file system takes as a name
-        is_file = False
+    if is_folder and not is_file:
+        msg = f"{_shown(source)} is a folder without a config.json, expected a model's folder"
+        raise ConfigError(msg)
     if not is_file:
-        msg = f"{str(source)!r} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json"
+        msg = f"{_shown(source)} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json{_near(source)}"
         raise ConfigError(msg)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        msg = f"{path} is not a readable JSON file: {error}"
+        return from_config(_read(path), dtype=dtype)
+    except ConfigError as error:
+        msg = f"{path}: {error}"
         raise ConfigError(msg) from error
-    if not isinstance(config, dict):
-        msg = f"{path} holds a JSON {type(config).__name__}, expected an object with a model_type"
+
+
+_MOST_CONFIG_BYTES = 1 << 24
+"""Largest config that is read: hundreds of times any public one, so that weights are refused at once."""
+_SHOWN = 200
+"""Characters of a source that an error repeats."""
+
+
+def _shown(source: object) -> str:
+    return repr(str(source)[:_SHOWN])
+
+
+def _near(source: object) -> str:
+    """Return a question that names the presets most like a name that is none."""
+    name = str(source)[:_SHOWN].lower().rsplit("/", 1)[-1]
+    near = [preset for preset in PRESETS if name and (name in preset or preset in name)]
+    near = near or difflib.get_close_matches(name, PRESETS)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file. Raises ``ConfigError`` for anything else."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_CONFIG_BYTES + 1)
+        is_whole = len(text) <= _MOST_CONFIG_BYTES
+        config = json.loads(text.decode()) if is_whole else None
+    except (OSError, ValueError, RecursionError) as error:
+        msg = f"not a readable JSON file: {error}"
+        raise ConfigError(msg) from error
+    if not is_whole:
+        msg = f"larger than any config.json, expected at most {_MOST_CONFIG_BYTES:,} bytes"
         raise ConfigError(msg)
-    return from_config(config, dtype=dtype)
+    if not isinstance(config, dict):
+        msg = f"a JSON {type(config).__name__}, expected an object with a model_type"
+        raise ConfigError(msg)
+    return config
 
 
 def from_config(
@@ -289,27 +328,57 @@ def from_config(
         msg = f"text_config must be an object, found {type(text).__name__}"
         raise ConfigError(msg)
     kind = text.get("model_type", config.get("model_type"))
-    if kind == "deepseek_v41_text":
+    own_formats = _OWN_FORMATS.get(kind) if isinstance(kind, str) else None
+    if own_formats is None and text.get("kv_lora_rank") and text.get("index_head_dim"):
+        own_formats = _latent_sparse
+    if own_formats is not None:
         if dtype is not None:
             msg = f"{kind} has fixed entry formats, dtype={dtype!r} does not apply"
             raise ConfigError(msg)
-        return _compressed_sparse(text)
+        return own_formats(text)
     # A multi-modal config may name the dtype once, outside.
     named = (c.get(name) for c in (text, config) for name in ("dtype", "torch_dtype"))
     own = str(next(filter(None, named), "bfloat16"))
-    return _plain(text, kind, own, own if dtype is None else dtype)
+    chosen = own if dtype is None else dtype
+    if text.get("kv_lora_rank"):
+        return _latent(text, kind, chosen)
+    return _plain({**_CLASS_DEFAULTS.get(str(kind), {}), **text}, kind, own, chosen)
 
 
-def _field(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+_MOST_FIELD = 1 << 20
+"""Largest value of a field: no window is longer than the longest context, 1,048,576 tokens."""
+_MOST_LAYERS = 1 << 12
+"""Most layers: thirty times any public model's. Laying out a frame costs their square."""
+
+
+def _field(
+    config: Mapping[str, Any], name: str, default: int | None = None, most: int = _MOST_FIELD
+) -> int:
     value = config.get(name)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        msg = f"config field {name} must be a positive integer, found {value!r}"
+        msg = f"config field {name} must be a positive integer, found {_brief(value)}"
         if value is None:
-            msg += f"; model type {config.get('model_type')!r} may cache what this version cannot describe: make a kvstore.Layout of your own"
+            msg += (
+                f"; model type {config.get('model_type')!r} may leave it to its class (transformers' "
+                "AutoConfig has its to_dict() with every field), or cache what this version cannot "
+                "describe: make a kvstore.Layout of your own"
+            )
+        raise ConfigError(msg)
+    if value > most:
+        msg = f"config field {name} must be at most {most:,}, found {_brief(value)}"
         raise ConfigError(msg)
     return value
+
+
+def _layer_count(config: Mapping[str, Any]) -> int:
+    return _field(config, "num_hidden_layers", most=_MOST_LAYERS)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _entry_format(dtype: object) -> str:
@@ -323,7 +392,6 @@ def _entry_format(dtype: object) -> str:
 
 
 _OTHER_CACHES = {
-    "kv_lora_rank": "latent attention (MLA)",
     "compress_ratios": "compressed attention",
     "linear_num_key_heads": "linear attention",
     "linear_attn_config": "linear attention",
@@ -355,6 +423,34 @@ _HEAD_SHAPES = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """The layer types whose layers cache plain keys and values."""
 
+_GEMMA = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma2": {**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma3_text": {**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 6},
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+    },
+    "gemma": {"head_dim": 256},
+    "qwen3": {"head_dim": 128},
+}
+"""What a config.json may leave out because it is the default of its class.
+
+Every ``sliding_window_pattern``-th layer is full, the others slide. Source: transformers,
+configuration_*.py of these model types.
+"""
+
+
+def _refuse_other_caches(config: Mapping[str, Any], kind: object, expected: str) -> None:
+    for name, meaning in _OTHER_CACHES.items():
+        if config.get(name):
+            msg = f"model type {kind!r} uses {meaning} ({name}), expected {expected}"
+            raise ConfigError(msg)
+
 
 def _plain(
     config: Mapping[str, Any], kind: object, own: str, dtype: str | Mapping[str, str]
@@ -365,10 +461,7 @@ def _plain(
     model's dtype, in which a window is kept unless ``dtype`` says otherwise: a window lives for
     minutes in host memory, where exactness is worth more than its bytes.
     """
-    for name, meaning in _OTHER_CACHES.items():
-        if config.get(name):
-            msg = f"model type {kind!r} uses {meaning} ({name}), expected plain keys and values in every layer"
-            raise ConfigError(msg)
+    _refuse_other_caches(config, kind, "plain keys and values in every layer")
     heads = _field(config, "num_attention_heads")
     kv_heads = _field(config, "num_key_value_heads", heads)
     head_dim = config.get("head_dim")
@@ -412,21 +505,24 @@ def _layers_by_type(
     config: Mapping[str, Any], kind: object
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids of the layers of full attention and of those with a sliding window."""
-    count = _field(config, "num_hidden_layers")
+    count = _layer_count(config)
     types = config.get("layer_types") or []
     if not isinstance(types, (list, tuple)):
-        msg = f"config field layer_types must be a list, found {types!r}"
+        msg = f"config field layer_types must be a list, found {_brief(types)}"
         raise ConfigError(msg)
     if any(layer_type not in (_FULL, _SLIDING) for layer_type in types):
-        found = sorted({str(layer_type) for layer_type in types})
-        msg = f"model type {kind!r} has layer types {found}, expected {_FULL} and {_SLIDING} alone"
+        found = sorted({str(layer_type)[:_SHOWN] for layer_type in types})
+        msg = f"model type {kind!r} has layer types {_brief(found)}, expected {_FULL} and {_SLIDING} alone"
         raise ConfigError(msg)
     if not types and config.get("sliding_window") and config.get("use_sliding_window", True):
-        msg = (
-            f"model type {kind!r} has a sliding window of {config['sliding_window']} and no "
-            "layer_types that say which layers use it"
-        )
-        raise ConfigError(msg)
+        if config.get("sliding_window_pattern") is None:
+            msg = (
+                f"model type {kind!r} has a sliding window of {_brief(config['sliding_window'])} and no "
+                "layer_types that say which layers use it"
+            )
+            raise ConfigError(msg)
+        period = _field(config, "sliding_window_pattern")
+        types = [_SLIDING if layer % period else _FULL for layer in range(1, count + 1)]
     if _SLIDING not in types:
         return tuple(range(count)), ()
     if len(types) != count:
@@ -442,8 +538,66 @@ def _layers_by_type(
     return full, tuple(layer for layer in range(count) if types[layer] == _SLIDING)
 
 
-_INDEX_SCALE_RULE = "rceil"
-"""Scale rule of indexer keys. Source: the indexer of DeepSeek V4; docs/format.md, section 3.3."""
+def _latent(config: Mapping[str, Any], kind: object, dtype: str | Mapping[str, str]) -> Layout:
+    """Layout of latent attention (MLA): one latent with its rotated key, a token and layer.
+
+    Draft layers, which few engines run, are not counted.
+    """
+    layers = _latent_layers(config, kind)
+    formats = dtype if isinstance(dtype, Mapping) else {"latent": dtype}
+    if formats.keys() != {"latent"}:
+        msg = f"dtype names groups {sorted(formats)}, this model has exactly latent"
+        raise ConfigError(msg)
+    values = _field(config, "kv_lora_rank") + _field(config, "qk_rope_head_dim")
+    group = LayerGroup(
+        name="latent", layers=layers, values=values, entry_format=_entry_format(formats["latent"])
+    )
+    return Layout(model=str(config.get("_name_or_path") or kind or "latent"), groups=(group,))
+
+
+def _latent_layers(config: Mapping[str, Any], kind: object) -> tuple[int, ...]:
+    _refuse_other_caches(config, kind, "latent attention (MLA) in every layer")
+    full, sliding = _layers_by_type(config, kind)
+    if sliding:
+        msg = f"model type {kind!r} has {_SLIDING} beside latent attention (MLA), expected {_FULL} alone"
+        raise ConfigError(msg)
+    return full
+
+
+_LATENT_SCALE_BLOCK = 128
+"""Values of a latent or of an indexer key that share one float32 scale in an FP8 cache of V3.2."""
+
+
+def _latent_sparse(config: Mapping[str, Any]) -> Layout:
+    """Layout of latent attention with an indexer (DeepSeek-V3.2), as engines serve it: in FP8.
+
+    A latent is E4M3 codes with a float32 scale for 128 of them, and its rotated key in BF16: 656
+    bytes. An indexer key is E4M3 codes with such scales: 132. Source: the ``fp8_ds_mla`` cache of
+    vLLM and FlashMLA. Both are kept as bytes: no codec here reads them.
+    """
+    kind = config.get("model_type")
+    layers = _latent_layers(config, kind)
+    rank, index_dim = _field(config, "kv_lora_rank"), _field(config, "index_head_dim")
+    if rank % _LATENT_SCALE_BLOCK or index_dim % _LATENT_SCALE_BLOCK:
+        msg = (
+            f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found "
+            f"{rank} and {index_dim}"
+        )
+        raise ConfigError(msg)
+    scaled = Fraction(_LATENT_SCALE_BLOCK + 4, _LATENT_SCALE_BLOCK)
+    latent = int(rank * scaled) + 2 * _field(config, "qk_rope_head_dim")
+    return Layout(
+        model=str(config.get("_name_or_path") or kind),
+        groups=tuple(
+            LayerGroup(name=name, layers=layers, values=size, entry_format="u8")
+            for name, size in (("latent", latent), ("index", int(index_dim * scaled)))
+        ),
+    )
+
+
+_COMPRESSED_RULES = {"nvfp4": "v41", "mxfp4": "rceil"}
+"""Scale rules of compressed entries, by format: of V4.1's main ones, and of the indexer keys that it
+shares with V4. Source: their engines; docs/format.md, section 3.3."""
 _PAIR_STATE_BYTES = 4
 """Compressor pair state is FP32: one key-value and one score per channel."""
 _DRAFT_ROW_BYTES = 2
@@ -459,7 +613,7 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
     """
     ratios = list(_sequence(config, "compress_ratios"))
     owners = tuple(_sequence(config, "kv_source_layer_ids"))
-    layer_count = _field(config, "num_hidden_layers")
+    layer_count = _layer_count(config)
     is_inside = all(0 <= owner < layer_count for owner in owners)
     if not owners or not is_inside or len(ratios) < layer_count:
         msg = (
@@ -476,20 +630,8 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
             msg = f"kv source layers must have a compression ratio of at least 1, found {ratio}"
             raise ConfigError(msg)
         members = tuple(owner for owner in owners if ratios[owner] == ratio)
-        groups += [
-            LayerGroup(
-                name=f"{part}_r{ratio}",
-                layers=members,
-                values=values,
-                entry_format=entry_format,
-                scale_rule=rule,
-                tokens_per_entry=ratio,
-            )
-            for part, values, entry_format, rule in (
-                ("main", head_dim, "nvfp4", "v41"),
-                ("index", index_dim, "mxfp4", _INDEX_SCALE_RULE),
-            )
-        ]
+        groups.append(_compressed_group("main", members, ratio, head_dim, "nvfp4"))
+        groups.append(_compressed_group("index", members, ratio, index_dim, "mxfp4"))
     groups.append(
         LayerGroup(
             name="window",
@@ -520,7 +662,7 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
             )
         )
     if config.get("num_nextn_predict_layers"):
-        drafts = _field(config, "num_nextn_predict_layers")
+        drafts = _field(config, "num_nextn_predict_layers", most=_MOST_LAYERS)
         groups.append(
             LayerGroup(
                 name="draft",
@@ -537,38 +679,83 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
     )
 
 
+_INDEXED_RATIO = 4
+"""The compression ratio of V4 whose layers choose entries with an indexer; others read all of theirs."""
+_ROW_SCALE_BLOCK, _ROW_ALIGNMENT = 64, 8
+"""Values that share one E8M0 scale in a row of V4, and the bytes that rows are padded to."""
+
+
+def _compressed(config: Mapping[str, Any]) -> Layout:
+    """Layout of compressed attention in every layer, each with its own window (DeepSeek-V4).
+
+    A row is E4M3 codes, the rotated values in BF16 and an E8M0 scale for 64 codes, padded: 448 + 128
+    + 7 + 1 = 584 bytes, for compressed entries and for windows alike. Source: the V4 caches of vLLM
+    and SGLang. Rows are kept as bytes: no codec here reads them. Indexer keys are MXFP4. Compressor
+    states and draft layers are not counted.
+    """
+    ratios = list(_sequence(config, "compress_ratios"))
+    layer_count = _layer_count(config)
+    if len(ratios) < layer_count:
+        msg = f"compress_ratios needs an item for each of {layer_count} layers, found {len(ratios)}"
+        raise ConfigError(msg)
+    head_dim, rope = _field(config, "head_dim"), _field(config, "qk_rope_head_dim")
+    if rope >= head_dim:
+        msg = f"qk_rope_head_dim must be less than head_dim, found {rope} and {head_dim}"
+        raise ConfigError(msg)
+    codes = head_dim - rope
+    row = codes + 2 * rope + math.ceil(codes / _ROW_SCALE_BLOCK)
+    row += -row % _ROW_ALIGNMENT
+    groups: list[LayerGroup] = []
+    for ratio in sorted({ratio for ratio in ratios[:layer_count] if ratio}):
+        members = tuple(layer for layer in range(layer_count) if ratios[layer] == ratio)
+        groups.append(_compressed_group("main", members, ratio, row, "u8"))
+        if ratio == _INDEXED_RATIO:
+            index_dim = _field(config, "index_head_dim")
+            groups.append(_compressed_group("index", members, ratio, index_dim, "mxfp4"))
+    groups.append(
+        LayerGroup(
+            name="window",
+            layers=tuple(range(layer_count)),
+            values=row,
+            entry_format="u8",
+            lifetime=Lifetime.WINDOW,
+        )
+    )
+    return Layout(
+        model=str(config.get("_name_or_path") or config.get("model_type")),
+        groups=tuple(groups),
+        window_tokens=_field(config, "sliding_window"),
+    )
+
+
+_OWN_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
+    "deepseek_v41_text": _compressed_sparse,
+    "deepseek_v4": _compressed,
+}
+"""Model types whose entries have formats of their own, which no ``dtype`` changes."""
+
+
+def _compressed_group(
+    part: str, layers: tuple[int, ...], ratio: int, values: int, entry_format: str
+) -> LayerGroup:
+    return LayerGroup(
+        name=f"{part}_r{ratio}",
+        layers=layers,
+        values=values,
+        entry_format=entry_format,
+        scale_rule=_COMPRESSED_RULES.get(entry_format, ""),
+        tokens_per_entry=ratio,
+    )
+
+
 def _sequence(config: Mapping[str, Any], name: str) -> Sequence[int]:
     value = config.get(name)
     if not isinstance(value, (list, tuple)) or any(
         isinstance(item, bool) or not isinstance(item, int) for item in value
     ):
-        msg = f"config field {name} must be a list of integers, found {value!r}"
+        msg = f"config field {name} must be a list of integers, found {_brief(value)}"
+        raise ConfigError(msg)
+    if any(abs(item) > _MOST_FIELD for item in value):
+        msg = f"config field {name} must have no item above {_MOST_FIELD:,}, found {_brief(value)}"
         raise ConfigError(msg)
     return value
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash.
-    "deepseek-v4.1-flash": {
-        "_name_or_path": "deepseek-v4.1-flash",
-        "model_type": "deepseek_v41_text",
-        "num_hidden_layers": 40,
-        "head_dim": 512,
-        "index_head_dim": 128,
-        "sliding_window": 128,
-        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
-        "kv_source_layer_ids": [2, 8, 14, 20],
-        "num_nextn_predict_layers": 3,
-    },
-    # Source: config.json of HuggingFaceTB/SmolLM2-135M-Instruct.
-    "smollm2-135m": {
-        "_name_or_path": "smollm2-135m",
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "dtype": "bfloat16",
-    },
-}
-"""Configs of models that can be named instead of read."""

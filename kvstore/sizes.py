@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes as people write them, and as they read them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,15 @@ def size_bytes(size: int | str, option: str) -> int:
         msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
         raise ConfigError(msg)
     return int(value)
+
+
+def size_text(size: float) -> str:
+    """Return bytes as a person reads them: three digits or more and a unit, such as ``"1.29 MiB"``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 - the last one is used
+        if size < 1024:
+            break
+        size /= 1024
+    else:
+        size *= 1024
+    digits = 0 if unit == "bytes" else max(0, 2 - len(str(int(size))) + 1)
+    return f"{size:,.{digits}f} {unit}"

@@ -21,7 +21,11 @@ from kvstore.errors import StoreError
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.010
-"""How long a commit waits for company: group commit at 64 blocks, 16 MB or 10 ms. docs/decisions/0009."""
+"""How long a commit waits for one more block: group commit at 64 blocks, 16 MB or 10 ms without any.
+Ten milliseconds after the first would cut a batch in two that takes longer to frame, and two commits
+wait for the disk twice. docs/decisions/0009."""
+LINGERS = 10
+"""How many times as long a commit waits in all, for blocks that come slowly."""
 BARRIER_SECONDS = 120.0
 """Deadline of a flush: a disk that takes longer is as good as failed."""
 
@@ -142,9 +146,9 @@ class Writer(Generic[T]):
             if isinstance(first, _Barrier):
                 self._items.popleft()
                 return first
-            deadline = time.monotonic() + LINGER_SECONDS
+            limit = time.monotonic() + LINGERS * LINGER_SECONDS
             while self._queued < self._batch_blocks and not self._must_hurry():
-                if not self._changed.wait(deadline - time.monotonic()):
+                if not self._changed.wait(min(LINGER_SECONDS, limit - time.monotonic())):
                     break
             batch: list[QueuedBlock[T]] = []
             while self._items and len(batch) < self._batch_blocks:

@@ -13,7 +13,8 @@ import pytest
 
 import kvstore
 from kvstore import ConfigError
-from kvstore.layout import FORMATS, PRESETS, LayerGroup, Layout, Lifetime, from_config, layout
+from kvstore.layout import FORMATS, LayerGroup, Layout, Lifetime, from_config, layout
+from kvstore.presets import PRESETS
 from tests.builders import FORMAT_UNITS, mixed_layout, windowed_layout
 
 V41 = layout("deepseek-v4.1-flash")
@@ -156,6 +157,7 @@ def test_v41_ratios_of_any_size_align_to_their_least_common_multiple() -> None:
         ({"index_head_dim": 48}, "mxfp4 packs 32 values at a time, an entry of 48"),
         ({"index_head_dim": None}, "index_head_dim must be a positive integer, found None"),
         ({"sliding_window": None}, "sliding_window must be a positive integer, found None"),
+        ({"compress_ratios": [2] * 39 + [10**9]}, "no item above 1,048,576"),
         ({"num_nextn_predict_layers": -3}, "num_nextn_predict_layers must be .* found -3"),
         ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers must be .* found 'x'"),
         ({"num_nextn_predict_layers": [3]}, r"num_nextn_predict_layers must be .* found \[3\]"),
@@ -292,7 +294,6 @@ def test_a_text_config_without_a_dtype_has_that_of_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kv_lora_rank": 512}, r"'llama' uses latent attention \(MLA\) \(kv_lora_rank\)"),
         ({"compress_ratios": [4] * 4}, "compressed attention"),
         ({"linear_num_key_heads": 4}, "linear attention"),
         ({"ssm_state_size": 16}, "state-space layers"),
@@ -308,6 +309,16 @@ def test_a_text_config_without_a_dtype_has_that_of_the_whole_model() -> None:
         ({"multi_query": True}, "multi_query"),
         ({"sliding_window": 4096}, "sliding window of 4096 and no layer_types"),
         ({"sliding_window": 4096, "use_sliding_window": True}, "sliding window of 4096"),
+        (
+            {"sliding_window": 8, "sliding_window_pattern": "LLLG"},
+            "pattern must be .* found 'LLLG'",
+        ),
+        ({"sliding_window": 8, "sliding_window_pattern": 1 << 21}, "pattern must be at most 1,048"),
+        (
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers must be at most 4,096, found 1000000000000",
+        ),
+        ({"head_dim": 10**4000}, r"head_dim must be at most 1,048,576, found 10{199}\.\.\.$"),
         ({"use_bidirectional_attention": True}, "attention in both directions"),
         ({"per_layer_config": {"0": {"head_dim": 16}}}, "a configuration for each layer"),
         ({"v_head_dim": 16}, "v_head_dim 16 beside head_dim 8, expected keys and values of one"),
@@ -340,6 +351,7 @@ def test_a_config_of_another_kind_is_refused(fields: dict[str, Any], message: st
 HYBRID = changed(
     LLAMA,
     model_type="gemma3_text",
+    head_dim=8,
     layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     sliding_window=32,
 )
@@ -438,6 +450,151 @@ def test_fields_that_say_no_change_nothing() -> None:
     assert layout(changed(LLAMA, **off)).groups == layout(LLAMA).groups
 
 
+# ---- fields that a config leaves to its class --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "full", "values", "window_tokens"),
+    [
+        # gemma-3-4b-it: heads, their width and the order of its layers are those of the class.
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
+            (5, 11, 17, 23, 29),
+            4 * 256,
+            1024,
+        ),
+        # gemma-3-12b-it: 16 heads of 256 beside a hidden size that would give 240.
+        (
+            {
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 48,
+                "hidden_size": 3840,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "sliding_window": 1024,
+            },
+            tuple(range(5, 48, 6)),
+            8 * 256,
+            1024,
+        ),
+        ({"model_type": "gemma2", "num_hidden_layers": 4}, (1, 3), 4 * 256, 4096),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 4}, (1, 3), 8 * 64, 128),
+        (
+            {
+                "model_type": "cohere2",
+                "num_hidden_layers": 8,
+                "hidden_size": 64,
+                "num_attention_heads": 8,
+            },
+            (3, 7),
+            64,
+            4096,
+        ),
+    ],
+)
+def test_a_field_that_is_the_default_of_its_class_may_be_left_out(
+    fields: dict[str, Any], full: tuple[int, ...], values: int, window_tokens: int
+) -> None:
+    found = layout(fields)
+    assert found.group("k").layers == full
+    assert found.group("v_window").layers == tuple(
+        layer for layer in range(fields["num_hidden_layers"]) if layer not in full
+    )
+    assert {group.values for group in found.groups} == {values}
+    assert found.window_tokens == window_tokens
+
+
+def test_a_pattern_that_the_config_has_itself_counts() -> None:
+    found = layout(changed(LLAMA, sliding_window=16, sliding_window_pattern=2))
+    assert found.group("k").layers == (1, 3)
+
+
+# ---- latent attention, and DeepSeek's before V4.1 ------------------------------------------------
+
+MLA: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_attention_heads": 128,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+V4: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 5,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4, 128, 0],
+}
+
+
+def facts_of(found: Layout) -> list[tuple[Any, ...]]:
+    return [
+        (g.name, g.layers, g.tokens_per_entry, g.entry_format, g.entry_bytes, g.lifetime)
+        for g in found.groups
+    ]
+
+
+def test_latent_attention_caches_one_latent_a_token_and_layer() -> None:
+    assert facts_of(layout(MLA)) == [("latent", (0, 1, 2), 1, "bf16", 1152, Lifetime.GLOBAL)]
+    assert layout({"model_type": "kimi_k25", "text_config": MLA}).groups == layout(MLA).groups
+    assert layout(MLA, dtype="fp8").bytes_per_token == 3 * 580
+    assert layout(MLA, dtype={"latent": "f32"}).bytes_per_token == 3 * 2304
+
+
+def test_latent_attention_with_an_indexer_caches_its_keys_too_in_fp8() -> None:
+    found = layout(changed(MLA, model_type="deepseek_v32", index_head_dim=128))
+    assert facts_of(found) == [
+        ("latent", (0, 1, 2), 1, "u8", 656, Lifetime.GLOBAL),
+        ("index", (0, 1, 2), 1, "u8", 132, Lifetime.GLOBAL),
+    ]
+
+
+def test_v4_compresses_by_layer_and_keeps_a_window_in_each() -> None:
+    found = layout(V4)
+    assert facts_of(found) == [
+        ("main_r4", (1, 3), 4, "u8", 584, Lifetime.GLOBAL),
+        ("index_r4", (1, 3), 4, "mxfp4", 68, Lifetime.GLOBAL),
+        ("main_r128", (2, 4), 128, "u8", 584, Lifetime.GLOBAL),
+        ("window", (0, 1, 2, 3, 4), 1, "u8", 584, Lifetime.WINDOW),
+    ]
+    assert (found.alignment, found.window_tokens) == (128, 128)
+    assert found.bytes_per_token == Fraction(2 * 652, 4) + Fraction(2 * 584, 128)
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "options", "message"),
+    [
+        (MLA, {"qk_rope_head_dim": None}, {}, "qk_rope_head_dim must be .* found None"),
+        (MLA, {"linear_attn_config": {"x": 1}}, {}, "linear attention .*expected latent attention"),
+        (
+            MLA,
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}
+            | {"sliding_window": 8},
+            {},
+            "sliding_attention beside latent attention",
+        ),
+        (MLA, {}, {"dtype": {"k": "bf16", "v": "bf16"}}, "exactly latent"),
+        (MLA, {"index_head_dim": 96}, {}, "multiples of 128, found 512 and 96"),
+        (MLA, {"index_head_dim": 128}, {"dtype": "bf16"}, "fixed entry formats"),
+        (V4, {}, {"dtype": "bf16"}, "deepseek_v4 has fixed entry formats"),
+        (V4, {"compress_ratios": [4]}, {}, "each of 5 layers, found 1"),
+        (V4, {"compress_ratios": [0] * 5}, {}, "no GLOBAL group"),
+        (V4, {"compress_ratios": [-4] * 5}, {}, "tokens_per_entry and values must be at least 1"),
+        (V4, {"qk_rope_head_dim": 512}, {}, "less than head_dim, found 512 and 512"),
+        (V4, {"index_head_dim": None}, {}, "index_head_dim must be .* found None"),
+        (V4, {"sliding_window": None}, {}, "sliding_window must be .* found None"),
+    ],
+)
+def test_an_odd_config_of_deepseek_is_refused(
+    base: dict[str, Any], fields: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, refusal(changed(base, **fields), **options))
+
+
 # ---- sources that are none ---------------------------------------------------------------------
 
 
@@ -445,6 +602,24 @@ def test_an_unknown_preset_is_refused_and_the_known_ones_are_named() -> None:
     message = refusal("gpt-9")
     assert "'gpt-9'" in message
     assert all(name in message for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("source", "question"),
+    [
+        ("deepseek-v4.1", "did you mean deepseek-v4.1-flash?"),
+        ("v4-flash", "did you mean deepseek-v4-flash?"),
+        ("deepseek-ai/DeepSeek-V4-Pro", "did you mean deepseek-v4-pro?"),
+        ("lama-3.1-8b", "did you mean llama-3.1-8b"),
+        ("Llama-3.1-70B-Instruct", "did you mean llama-3.1-70b?"),
+    ],
+)
+def test_a_name_that_is_nearly_a_preset_is_answered_with_it(source: str, question: str) -> None:
+    assert question in refusal(source)
+
+
+def test_a_name_like_none_is_asked_nothing() -> None:
+    assert "did you mean" not in refusal("zzz")
 
 
 @pytest.mark.parametrize("source", ["", "x" * 5000, json.dumps(LLAMA) * 20, "a\0b"])
@@ -456,17 +631,20 @@ def test_text_that_is_no_path_is_refused(source: str) -> None:
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    assert "config.json" in refusal(tmp_path)
+    assert "is a folder without a config.json" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "is not a readable JSON file"),
-        (b"", "is not a readable JSON file"),
-        (b"\xff\xfe{}", "is not a readable JSON file"),
-        (b"[1]", "holds a JSON list, expected an object"),
-        (b"null", "holds a JSON NoneType, expected an object"),
+        (b"{", "config.json: not a readable JSON file"),
+        (b"", "config.json: not a readable JSON file"),
+        (b"\xff\xfe{}", "config.json: not a readable JSON file"),
+        (b"[" * 100_000, "config.json: not a readable JSON file"),
+        (b'{"head_dim": ' + b"9" * 5000 + b"}", "config.json: not a readable JSON file"),
+        (b" " * (1 << 24) + b"{}", "config.json: larger than any config.json"),
+        (b"[1]", "config.json: a JSON list, expected an object"),
+        (b"null", "config.json: a JSON NoneType, expected an object"),
         (b"{}", "num_attention_heads must be a positive integer, found None"),
         (b'{"text_config": []}', "text_config must be an object, found list"),
     ],

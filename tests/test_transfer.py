@@ -1,4 +1,4 @@
-"""Errands: long lists of runs that several threads work through."""
+"""Errands: long lists of runs that several threads work through; the writer's commits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.transfer import Crew, Errand
+from kvstore import transfer
+from kvstore.block import BlockKey
+from kvstore.transfer import Crew, Errand, QueuedBlock, Writer
 
 SOON = 30.0
 """Seconds that only a hang takes."""
@@ -103,3 +105,21 @@ def test_a_closed_crew_leaves_errands_to_their_callers() -> None:
     errand = Errand(10, 3, lambda _, stop: stop)
     crew.begin(errand)
     assert crew.finish(errand) == 10
+
+
+@pytest.mark.parametrize(("lingers", "expected"), [(100, [5]), (1, [4, 1])])
+def test_a_commit_waits_for_the_next_block_but_not_for_ever(
+    lingers: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(transfer, "LINGERS", lingers)
+    commits: list[int] = []
+    writer = Writer[None](
+        lambda batch: commits.append(len(batch)), commit_blocks=64, queue_blocks=64
+    )
+    for number in range(5):  # the last comes 1.2 s after the first
+        key = BlockKey(bytes([number]) * 16)
+        assert writer.submit(QueuedBlock(key, BlockKey(b""), number, bytearray(1), None))
+        time.sleep(0.3)
+    writer.close()
+    assert commits == expected

@@ -136,6 +136,7 @@ class Load:
     target: PagedEntries
     start: int
     stop: int
+    """Where a block ends, as every hit does."""
     hold: Hold
     deadline: float = math.inf
     """Of ``time.monotonic``."""
@@ -252,7 +253,7 @@ class Jobs:
         there is one wave, of all layers, so that what came in time is of use.
         """
         size, frames = self._block_tokens, self._tiers.format
-        first, end = load.start // size, -(-load.stop // size)
+        first, end = load.start // size, load.stop // size
         waves = frames.waves(end - first) if load.deadline == math.inf else (frames.whole,)
         pieces = [piece for wave in waves for piece in self._pieces(wave, first, end)]
         sizes = [(piece.stop - piece.first) * piece.wave.block_bytes for piece in pieces]
@@ -276,7 +277,7 @@ class Jobs:
                     before, room, wait = underway
                     have = wait()
                     end = min(end, have) if have < before.stop else end
-                    until = min(min(have, end) * size, load.stop)
+                    until = min(have, end) * size
                     if self._copy(job, load, before, room, until) and before.wave is waves[-1]:
                         done = max(done, until)
                 underway = begun

@@ -125,9 +125,10 @@ class KeyedBlocks(OpenStore):
             self.context.count_drop("queue_full", len(blocks))
             return [False] * len(blocks)
         try:
+            source = self._frames.apart_source(sources) if blocks else None
             at = 0
             while at < len(blocks):
-                at = self._put_chain(self.owned, blocks, sources, parents, at, deadline)
+                at = self._put_chain(self.owned, blocks, source, parents, at, deadline)
             with self.context.lock:
                 known = [self._parent(block.key) is not None for block in blocks]
         finally:
@@ -138,7 +139,7 @@ class KeyedBlocks(OpenStore):
         self,
         owned: OwnedSsd,
         blocks: Sequence[NamedBlock],
-        sources: Sequence[Bytes],
+        source: Any,
         parents: Sequence[NamedBlock | None],
         at: int,
         deadline: float,
@@ -164,11 +165,9 @@ class KeyedBlocks(OpenStore):
         below = self.keys_root if parent is None else parent.hash
         chain = KeyChain(self.keys_root, above, below, blocks[at:stop])
 
-        source = self._frames.apart_source(sources[at:stop])
-
         def encode(header: Header) -> bytearray:
-            number = header.number - chain.first
-            return self.format.encode(header, chain.blocks[number].words, source, number)
+            number = at + header.number - chain.first
+            return self.format.encode(header, blocks[number].words, source, number)
 
         owned.store(
             *(chain, KEYS_NAMESPACE, encode, chain.first),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+Flag = Annotated[bool, Parameter(negative="")]
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 File = Annotated[Path, Parameter(allow_leading_hyphen=True)]
 """A file, or ``-`` for a standard stream."""

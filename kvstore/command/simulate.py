@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from kvstore.command.parameters import BlockSize, Files, FormatOption, Json, Unchained
+from kvstore.command.parameters import BlockSize, Files, Flag, FormatOption, Json, Unchained
 from kvstore.command.terminal import OK, progress, write_json, write_line, write_table
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ SIZES = "1%,5%,10%,25%,50%"
 CURVE_SIZES = "0.5%,1%,2%,5%,10%,15%,20%,25%,30%,50%,75%,100%"
 """Sizes of a whole curve: dense where caches are small and curves are steep."""
 
-Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
 
 

@@ -68,6 +68,7 @@ class _Options:
     queue_tasks: int = 1024
     revision: str = ""
     tenant: str = ""
+    secret: bool = False
 
 
 class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the engine is not typed
@@ -272,6 +273,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
                         key_bytes=_KEY_BYTES,
                         ssd_bytes=self._capacity // self.options.sizes,
                         role="owner",
+                        secret=self.options.secret,
                         on_removed=lambda block_id: self._left.append(prefix + block_id),
                     )
                 except KVStoreError as error:

@@ -92,6 +92,8 @@ class HiCacheOptions:
     """Keeps users of one directory apart. Salts of single requests are in SGLang's own keys."""
     weights: str = ""
     """Digest or revision of the weights; the model's name says nothing about them."""
+    secret: bool = False
+    """Whether keys are hashed under a random secret in each store's directory; for good."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> HiCacheOptions:
@@ -291,6 +293,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
                 block_bytes=pool.block_bytes,
                 ssd_bytes=share,
                 role="auto" if is_writer else "reader",
+                secret=self.options.secret,
             )
         except ConfigError:
             raise

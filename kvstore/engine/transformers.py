@@ -69,7 +69,14 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
         ConfigError: if the model does not cache plain keys and values in every layer, or only in
             layers with a sliding window.
     """
-    return kvstore.layout(_config(model, str(model.dtype).removeprefix("torch.")), dtype=dtype)
+    found = kvstore.layout(_config(model, str(model.dtype).removeprefix("torch.")), dtype=dtype)
+    if not {group.name for group in found.groups} <= {KEYS, VALUES, WINDOW_KEYS, WINDOW_VALUES}:
+        msg = (
+            f"model type {model.config.model_type!r} caches {_describe(found)}, expected plain keys and "
+            "values in every layer"
+        )
+        raise ConfigError(msg)
+    return found
 
 
 def model_namespace(model: Any, *, tenant: str = "", tokenizer: str = "") -> kvstore.Namespace:

@@ -188,7 +188,7 @@ def test_a_number_of_threads_that_is_none_is_refused(tmp_path: Path, threads: An
         open_cache(tmp_path / "s", read_threads=threads)
 
 
-@pytest.mark.usefixtures("by_block")
+@pytest.mark.usefixtures("by_block", "by_layer")
 def test_a_job_with_a_deadline_has_whole_blocks_of_what_came_in_time(
     tmp_path: Path, hang: Callable[[BlockKey], threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +230,9 @@ def test_layers_come_one_after_the_other_and_all_of_them(
             assert all(job.wait_group(group.name, layer, SOON) for layer in group.layers)
         assert job.wait(SOON)
         assert (job.error, job.loaded_tokens, job.failed_blocks) == (None, BLOCKS * BLOCK, ())
+        # Of each layer its own bytes are read, and once.
+        most = BLOCKS * cache._shared.format.frame_bytes
+        assert 0 < cache.stats()["counters"]["read_bytes"] <= most
     found, expected = entries_in(pages, BLOCKS * BLOCK, layout), entries_of(layout, tokens[:-1])
     for group in layout.global_groups:
         first = start // group.tokens_per_entry
@@ -304,20 +307,54 @@ def test_layers_of_device_pages_come_alike(tmp_path: Path) -> None:
     assert_entries(DENSE, entries_in(pages, BLOCKS * BLOCK, DENSE), tokens, BLOCKS * BLOCK)
 
 
-def test_a_cancelled_load_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[float] = []
+def test_a_cancelled_load_begins_no_further_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, third, reads = threading.Event(), threading.Event(), 0
     read = SsdTier.read
 
-    def slow(self: SsdTier, *args: Any, **named: Any) -> ReadResult:
-        reads.append(time.monotonic())
+    def counted(self: SsdTier, *args: Any, **named: Any) -> ReadResult:
+        nonlocal reads
+        reads += 1
+        assert known.wait(SOON)
+        if reads == 3:
+            third.set()
+            until = time.monotonic() + SOON
+            while not job.is_cancelled:
+                assert time.monotonic() < until
+                time.sleep(0.001)
         return read(self, *args, **named)
 
     monkeypatch.setattr(reading, "RUN_BYTES", 1)
     with open_cache(tmp_path / "s", read_threads=1) as cache:
         tokens = kept(cache)
-        monkeypatch.setattr(SsdTier, "read", slow)
-        job = cache.load(cache.lookup(tokens), into=pages_of(DENSE, BLOCKS))
+        match = cache.lookup(tokens)
+        monkeypatch.setattr(SsdTier, "read", counted)
+        job = cache.load(match, into=pages_of(DENSE, BLOCKS))
+        known.set()
+        assert third.wait(SOON)
         job.cancel()
-        count = len(reads)
         assert job.done
-        assert len(reads) == count <= BLOCKS
+        assert reads == 3
+
+
+@pytest.mark.usefixtures("by_block")
+def test_a_bad_block_is_bad_and_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 1.5
+    read = SsdTier.read
+    with open_cache(tmp_path / "s", device_bytes="1MiB", read_threads=1) as cache:
+        tokens = kept(cache)
+        damage(cache, tokens, 3)
+        match = cache.lookup(tokens)
+        bad = match.prefix.key(3)
+
+        def slow(self: SsdTier, keys: Sequence[BlockKey], *args: Any, **named: Any) -> ReadResult:
+            if bad in keys:
+                time.sleep(seconds)
+            return read(self, keys, *args, **named)
+
+        monkeypatch.setattr(SsdTier, "read", slow)
+        with cache.load(match, timeout=seconds) as pages:
+            assert pages.tokens == 3 * BLOCK
+        counters = cache.stats()["counters"]
+        assert (counters["corrupt_blocks"]["total"], counters["late_blocks"]) == (1, 0)

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps the prefix cache of a vLLM engine in a store on SSD, across restarts.
 
-    Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``.
+    Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``,
+    ``secret``.
 
     Raises:
         ConfigError: for other options, pipeline or context parallelism, or a kind of KV cache that
@@ -83,6 +84,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     ssd_bytes=options.ssd_bytes,
                     window_bytes=options.window_bytes,
                     device_bytes=0,
+                    secret=options.secret,
                     **rights,
                 )
             except KVStoreError as error:

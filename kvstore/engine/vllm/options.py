@@ -15,6 +15,7 @@ import vllm
 from vllm.platforms import current_platform
 
 import kvstore
+from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError
 
 TENANT_RULE = "kvstore.vllm.1"
@@ -33,6 +34,8 @@ class Options:
     """Host memory of each rank for windows of models that cannot replay."""
     tenant: str = ""
     """Keeps the blocks of this server apart from those of others."""
+    secret: bool = False
+    """Whether keys are hashed under a random secret in each store's directory; for good."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
@@ -41,22 +44,8 @@ class Options:
         Raises:
             ConfigError: for a missing path, an unknown option or a value of another type.
         """
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(str(name) for name in extra if name not in known)
-        if unknown:
-            msg = (
-                f"kv_connector_extra_config has unknown options {', '.join(unknown)}, "
-                f"expected {', '.join(known)}"
-            )
-            raise ConfigError(msg)
-        path = extra.get("path")
-        if not isinstance(path, str) or not path:
-            msg = f"kv_connector_extra_config needs the path of a folder for the store, found {path!r}"
-            raise ConfigError(msg)
-        tenant = extra.get("tenant", "")
-        if not isinstance(tenant, str):
-            msg = f"option tenant must be a text, found {type(tenant).__name__}"
-            raise ConfigError(msg)
+        where = "kv_connector_extra_config"
+        check_options(where, extra, [field.name for field in fields(cls)], ("path", "tenant"))
         return cls(**extra)
 
 

@@ -39,7 +39,7 @@ from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2Adapter
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 
-from kvstore import ConfigError, StoreBusy
+from kvstore import ConfigError, LayoutMismatch, StoreBusy
 from kvstore.engine.lmcache import (
     KVStoreL2Adapter,
     KVStoreL2AdapterConfig,
@@ -217,6 +217,15 @@ def test_another_revision_or_tenant_never_hits(tmp_path: Path, other: dict[str, 
         assert server.fetch([key_of(1)])[0] == 0
     with Server(tmp_path) as server:
         assert server.fetch([key_of(1)])[0] == 1
+
+
+def test_a_store_with_a_secret_is_refused_without_it(tmp_path: Path) -> None:
+    with Server(tmp_path, secret=True) as server:
+        server.store([key_of(1)])
+    with Server(tmp_path, secret=True) as server:
+        assert server.fetch([key_of(1)])[0] == 1
+    with pytest.raises(LayoutMismatch, match="secret"):
+        Server(tmp_path)
 
 
 def test_a_corrupt_object_is_a_miss_and_leaves_the_books(tmp_path: Path) -> None:
@@ -688,6 +697,7 @@ def test_no_two_keys_spell_the_same_bytes() -> None:
         ({"path": "p", "size": 1}, "'size' is unknown, expected some of path, ssd_bytes, sizes"),
         ({"path": 1}, "'path' must be a text"),
         ({"path": "p", "ssd_bytes": "lots"}, "ssd_bytes must be bytes"),
+        ({"path": "p", "secret": 1}, "'secret' must be true or false"),
         ({"path": "p", "sizes": 0}, "'sizes' must be a positive integer"),
         ({"path": "p", "queue_tasks": True}, "'queue_tasks' must be a positive integer"),
     ],

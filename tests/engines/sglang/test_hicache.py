@@ -223,6 +223,19 @@ def test_a_restart_keeps_pages(tmp_path: Path) -> None:
         assert all(map(torch.equal, before, pages_at(c.mem_pool_host, slots)))
 
 
+def test_a_store_with_a_secret_hits_after_a_restart_and_is_refused_without_it(
+    tmp_path: Path,
+) -> None:
+    ids = tokens(6)
+    for hit in (0, 6):
+        with controller(tmp_path, secret=True) as c:
+            slots = c.mem_pool_host.alloc(6 * PAGE)
+            assert prefetch(c, ids, slots)[0] == hit * PAGE
+            backup(c, ids, slots)
+    with pytest.raises(LayoutMismatch, match="secret"), controller(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -744,6 +757,7 @@ def test_a_host_pool_without_flat_pages_is_refused_at_once(tmp_path: Path) -> No
         ({"path": 3}, "'path' must be a text"),
         ({"path": "p", "tenant": None}, "'tenant' must be a text"),
         ({"path": "p", "ssd_bytes": "much"}, "ssd_bytes must be bytes or a size"),
+        ({"path": "p", "secret": "yes"}, "'secret' must be true or false"),
         ({"path": "p", "window_ttl": 0}, "'window_ttl' must be positive seconds"),
         ({"path": "p", "window_ttl": "1"}, "'window_ttl' must be positive seconds"),
     ],

@@ -358,6 +358,7 @@ def test_options() -> None:
         ({"path": ""}, "path"),
         ({"path": "/store", "ssd_byte": 1}, "ssd_byte"),
         ({"path": "/store", "tenant": 3}, "tenant"),
+        ({"path": "/store", "secret": 1}, "secret"),
     ],
 )
 def test_options_that_are_refused(extra: dict[str, Any], what: str) -> None:

@@ -203,6 +203,15 @@ def test_salt_adapter_and_tenant_keep_blocks_apart(
         assert ask(llm, [prompt(257, seed=257)], salt="x") == [(cold[257], 0)]
 
 
+def test_a_store_with_a_secret_hits_after_a_restart_and_not_without_it(
+    model: str, cold: Answers, tmp_path: Path
+) -> None:
+    ids = [prompt(300, seed=300)]
+    for extra, hit in (({"secret": True}, 0), ({"secret": True}, 256), ({}, 0)):
+        with engine(model, tmp_path / "s", extra=extra) as llm:
+            assert ask(llm, ids) == [(cold[300], hit)]
+
+
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"block_size": 64}, {"hf_overrides": {"rope_theta": 5e4}}]
 )

@@ -1,4 +1,4 @@
-"""A chart as SVG text: points with error bars, joined to lines or not. It knows no measurement."""
+"""Charts as SVG text: points with error bars, joined to lines or not; bars. They know no measurement."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
+NAMES, LABELS, ROW = 170, 130, 26
+"""Of bars: room for names at the left, for labels at the right, and the height of a row."""
 CROWDED = 40
 """A label goes to the left of its point if the next point to the right is nearer than this."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
@@ -33,6 +35,15 @@ class Series:
     name: str
     points: tuple[Point, ...]
     is_line: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One value with a name, and what stands at the end of its bar."""
+
+    name: str
+    value: float
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +111,45 @@ def chart(
         top = TOP + 14 + 20 * number
         body.append(f"<circle cx='{WIDTH - RIGHT + 22}' cy='{top - 4}' r='4' fill='{colour}'/>")
         body.append(_text(WIDTH - RIGHT + 32, top, one.name))
+    return _page(HEIGHT, body)
+
+
+def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
+    """Return a whole SVG file: a bar for each row, from the top down, on a logarithmic scale.
+
+    Raises:
+        ValueError: if there is no row, or a value is not positive: it has no logarithm.
+    """
+    if not rows or min(row.value for row in rows) <= 0:
+        msg = f"bars on a logarithmic scale need positive values, found {[r.value for r in rows]}"
+        raise ValueError(msg)
+    # Whole decades, one more below if the smallest value had no bar to speak of.
+    first = 10.0 ** math.floor(math.log10(min(row.value for row in rows) / 2))
+    last = 10.0 ** math.ceil(math.log10(max(row.value for row in rows)))
+    x = Scale(first, max(last, 10 * first), NAMES, WIDTH - LABELS, is_log=True)
+    bottom = TOP + ROW * len(rows)
+    body = [_text(NAMES, 22, title, "font-weight='bold'")]
+    for value in x.ticks():
+        if math.log10(value).is_integer():
+            at = x.place(value)
+            body.append(_line(at, TOP, at, bottom, "#e4e4e4"))
+            body.append(_text(at, bottom + 18, f"{value:,.12g}", "text-anchor='middle'"))
+    for number, row in enumerate(rows):
+        top, end = TOP + ROW * number, x.place(row.value)
+        box = f"x='{NAMES}' y='{top + 4}' width='{end - NAMES:.1f}' height='{ROW - 8}'"
+        body.append(f"<rect {box} fill='{COLOURS[0]}'/>")
+        body.append(_text(NAMES - 8, top + ROW - 9, row.name, "text-anchor='end'"))
+        body.append(_text(end + 6, top + ROW - 9, row.label))
+    body.append(_text((NAMES + WIDTH - LABELS) / 2, bottom + 40, x_label, "text-anchor='middle'"))
+    return _page(bottom + BOTTOM, body)
+
+
+def _page(height: int, body: Sequence[str]) -> str:
     head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' "
-        f"height='{HEIGHT}' font-family='sans-serif' font-size='12' fill='#222'>"
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' "
+        f"height='{height}' font-family='sans-serif' font-size='12' fill='#222'>"
     )
-    frame = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='#fff'/>"
+    frame = f"<rect width='{WIDTH}' height='{height}' fill='#fff'/>"
     return "\n".join([head, frame, *body, "</svg>", ""])
 
 
@@ -115,7 +160,9 @@ def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{escape(text)}</text>"
+    # XML has no place for control characters, escaped or not.
+    shown = escape("".join(each if each.isprintable() else "?" for each in text))
+    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{shown}</text>"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:

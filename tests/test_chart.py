@@ -1,4 +1,4 @@
-"""Charts: well-formed, every point where its value belongs."""
+"""Charts: well-formed, every point and every bar where its value belongs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from bench.chart import Point, Scale, Series, chart
+from kvstore.chart import LABELS, NAMES, WIDTH, Bar, Point, Scale, Series, bars, chart
 
 
 def test_a_chart_is_xml_with_a_mark_for_each_point_and_each_series() -> None:
@@ -51,3 +51,39 @@ def test_names_stand_where_numbers_would() -> None:
     places = {node.text: node.attrib["x"] for node in root.findall(f"{space}text")}
     dots = [node.attrib["cx"] for node in root.findall(f"{space}circle")]
     assert [places[name] for name in names] == dots[:3]
+
+
+def rectangles(svg: str) -> list[dict[str, str]]:
+    """Return the bars of a chart: its rectangles, but for the page itself."""
+    return [dict(node.attrib) for node in ET.fromstring(svg).iter() if node.tag.endswith("}rect")][
+        1:
+    ]
+
+
+def test_a_bar_is_as_long_as_the_logarithm_of_its_value() -> None:
+    rows = [Bar(str(value), value, "") for value in (100.0, 1000.0, 10_000.0)]
+    widths = [float(bar["width"]) for bar in rectangles(bars(rows, title="t", x_label="x"))]
+    # The scale begins a decade below the least value and ends with the greatest.
+    decade = (WIDTH - LABELS - NAMES) / 3
+    assert widths == pytest.approx([decade, 2 * decade, 3 * decade], abs=0.1)
+
+
+@pytest.mark.parametrize("values", [(1.0,), (7.0, 7.0), (0.003, 4e9), (890.0, 389_120.0)])
+def test_no_bar_is_without_length_or_leaves_the_page(values: tuple[float, ...]) -> None:
+    svg = bars([Bar("n", value, "l") for value in values], title="t", x_label="x")
+    widths = [float(bar["width"]) for bar in rectangles(svg)]
+    assert len(widths) == len(values)
+    assert all(5 < width <= WIDTH - LABELS - NAMES for width in widths)
+
+
+def test_a_name_of_any_characters_leaves_the_file_well_formed() -> None:
+    svg = bars([Bar("<&>\x00\x1b\udcff'", 1.0, "]]>")], title="a\nb", x_label="x")
+    texts = [node.text for node in ET.fromstring(svg.encode()).iter() if node.tag.endswith("}text")]
+    assert texts[0] == "a?b"
+    assert {"<&>???'", "]]>"} <= set(texts)
+
+
+@pytest.mark.parametrize("rows", [[], [Bar("n", 0.0, "")], [Bar("n", 2.0, ""), Bar("m", -1.0, "")]])
+def test_what_has_no_logarithm_has_no_bars(rows: list[Bar]) -> None:
+    with pytest.raises(ValueError, match="positive values"):
+        bars(rows, title="t", x_label="x")

@@ -1,0 +1,112 @@
+"""Bytes on disk a token: blocks of random entries through the real tier, then its pages counted.
+
+What is measured and what is predicted share no formula: the bytes are what the tier says its pages are.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.assembly import PrefixCache
+from kvstore.errors import StoreError
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace
+
+_PROMPT_BLOCKS, _PROMPT_BYTES = 50, 1 << 24
+"""Blocks of one prompt, and its payload, at most: what is in memory at once."""
+_CAPACITY = "8GiB"
+"""Cap of the store: far above what is written, so that nothing is evicted."""
+_WAIT_SECONDS = 60.0
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What blocks took."""
+
+    blocks: int
+    tokens: int
+    live_bytes: int
+    """Pages in use, of payload and of all that finds it."""
+    file_bytes: int
+    """The highest page ever used: what the file takes."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON has beside a model's cost."""
+        return {
+            "measured_ssd_bytes_per_token": self.live_bytes / self.tokens,
+            "measured": {
+                "blocks": self.blocks,
+                "tokens": self.tokens,
+                "live_bytes": self.live_bytes,
+                "file_bytes": self.file_bytes,
+                "file_bytes_per_token": self.file_bytes / self.tokens,
+            },
+        }
+
+
+def measure(
+    layout: Layout,
+    block_tokens: int,
+    blocks: int,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Measured:
+    """Write blocks into a store in a temporary directory, flush, and count its pages.
+
+    Raises:
+        StoreError: if that directory cannot hold them.
+
+    Cost: ``blocks`` blocks of payload, on disk; one block, or 16 MiB of them, in memory a few times.
+    """
+    block_bytes = math.ceil(layout.bytes_per_token * block_tokens)
+    rng = np.random.default_rng(_SEED)
+    in_prompt = max(1, min(blocks, _PROMPT_BLOCKS, _PROMPT_BYTES // block_bytes))
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-") as folder,
+        PrefixCache.open(
+            f"{folder}/store",
+            layout=layout,
+            namespace=Namespace(model="measured"),
+            block_tokens=block_tokens,
+            ssd_bytes=_CAPACITY,
+            device_bytes=0,
+            window_bytes=0,
+        ) as cache,
+    ):
+        for done in range(0, blocks, in_prompt):
+            progress(done, blocks)
+            count = min(in_prompt, blocks - done) * block_tokens
+            entries = {
+                group.name: rng.integers(
+                    0,
+                    256,
+                    (len(group.layers), count // group.tokens_per_entry, group.entry_bytes),
+                    np.uint8,
+                )
+                for group in layout.global_groups
+            }
+            tokens = rng.integers(0, 1 << 17, count, np.uint32)
+            stored = cache.store(tokens, entries, wait=_WAIT_SECONDS)
+            if stored.dropped:
+                msg = (
+                    f"{stored.dropped} of {count // block_tokens} blocks were not taken in {folder}"
+                )
+                raise StoreError(msg)
+        cache.flush()
+        ssd = cache.stats()["tiers"]["ssd"]
+        if ssd["blocks"] != blocks:
+            msg = f"{ssd['blocks']} of {blocks} blocks are in the store in {folder}; is its disk full?"
+            raise StoreError(msg)
+    progress(blocks, blocks)
+    return Measured(
+        blocks=blocks,
+        tokens=ssd["tokens"],
+        live_bytes=ssd["live_bytes"],
+        file_bytes=ssd["file_bytes"],
+    )

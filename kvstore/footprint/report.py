@@ -1,0 +1,227 @@
+"""A comparison as people read it: tables of 80 columns, the sentences below them, and a chart."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from kvstore.chart import Bar, bars
+from kvstore.footprint.cost import (
+    MEASURED_BLOCKS,
+    MEASURED_BYTES,
+    PUBLISHED_SAVING,
+    SNAPSHOTS_PER_TURN,
+)
+from kvstore.sizes import size_text
+
+_LABEL_SHOWN = 20
+"""Characters of a model's label in a table: all of any preset's name."""
+_COLUMNS = 80
+_RATE_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+_PUBLISHED = f"-{float(PUBLISHED_SAVING):.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table, and what is said below it, in lines of at most 80 columns."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
+    """Give the tables of a comparison; each model's groups only if asked for."""
+    models = found["models"]
+    if with_groups:
+        yield from map(_groups, models)
+    yield _costs(found)
+    if len(models) > 1 or models[0]["window_bytes"]:
+        yield _turns(found, with_even=with_groups)
+    if "context" in models[0]:
+        yield _contexts(found)
+    if "measured" in models[0]:
+        yield _measured(models)
+
+
+def shown(label: str) -> str:
+    """Return a label as tables have it: of a path what tells it from others, and not too long."""
+    path = PurePath(label)
+    if path.name == "config.json" and path.parent.name:
+        label = path.parent.name
+    elif path.suffix == ".json":
+        label = path.name
+    return label if len(label) <= _LABEL_SHOWN else f"{label[: _LABEL_SHOWN - 3]}..."
+
+
+def _groups(model: Mapping[str, Any]) -> Table:
+    return Table(
+        (shown(model["model"]), "kept as", "entries/token", "entry bytes", "bytes/token"),
+        tuple(
+            (
+                group["name"],
+                group["lifetime"],
+                _plain(group["entries_per_token"], 5),
+                f"{group['entry_bytes']:,}",
+                _plain(group["bytes_per_token"]),
+            )
+            for group in model["groups"]
+        ),
+    )
+
+
+def _costs(found: Mapping[str, Any]) -> Table:
+    rate, block = found["prefill_tokens_per_second"], found["block_tokens"]
+    return Table(
+        ("model", "B/token", "ratio", "window", f"block of {block:,}", "break even"),
+        tuple(
+            (
+                shown(model["model"]),
+                _plain(model["bytes_per_token"]),
+                _ratio(model["ratio"]),
+                _size(model["window_bytes"]),
+                size_text(model["block_bytes"]),
+                _rate(model["break_even_bytes_per_second"]),
+            )
+            for model in found["models"]
+        ),
+        _noted(
+            "B/token: GLOBAL entries, which every later token reads; they are what a store keeps. "
+            "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
+            f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); what reads faster than "
+            "that is faster than computing again.",
+        ),
+    )
+
+
+def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
+    models, turn = found["models"], found["turn_tokens"]
+    first = shown(models[0]["model"])
+    rows = [
+        (
+            shown(model["model"]),
+            _plain(model["persistent_bytes_per_token"]["without_windows"]),
+            _plain(model["persistent_bytes_per_token"]["with_windows"]),
+            *(("-", "-", "-") if model is models[0] else _savings(model["first_saves"])),
+        )
+        for model in models
+    ]
+    formula = (
+        f"with windows: B/token + {SNAPSHOTS_PER_TURN} x window / T, for a store that also keeps a "
+        f"snapshot at the end of the prompt and one at the end of the output, T = {turn:,} new tokens a "
+        "turn (--turn-tokens). kvstore keeps none on SSD."
+    )
+    savings = (
+        f"HBM, SSD: {first} instead of that model, on SSD without windows instead of with them. The "
+        f"last column: the longest turn at which SSD is {_PUBLISHED} or better."
+    )
+    even = [_even(model) for model in models if with_even and model["window_bytes"]]
+    notes = _noted(formula, *([savings] if len(models) > 1 else []), *even)
+    header = ("model", "B/token", "with windows", "HBM", "SSD", f"T for {_PUBLISHED}")
+    return Table(header, tuple(rows), notes)
+
+
+def _even(model: Mapping[str, Any]) -> str:
+    """Say at which turn a model's windows weigh as much as its global KV, and what is saved there."""
+    text = (
+        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows weigh as much as the global KV of "
+        f"{model['even_turn_tokens']:,.0f} tokens"
+    )
+    saved = model["first_saves"]["hbm"]
+    # Its bytes a token are twice the global ones there: half of what is left of them is left.
+    return f"{text}; at that T, SSD is {_change((1 + saved) / 2)}." if saved > 0 else f"{text}."
+
+
+def _savings(saves: Mapping[str, Any]) -> tuple[str, str, str]:
+    longest = saves["ssd_published_up_to_turn_tokens"]
+    if longest is not None:
+        reached = f"{longest:,.0f}"
+    else:
+        reached = "any turn" if saves["hbm"] >= PUBLISHED_SAVING else "never"
+    return _change(saves["hbm"]), _change(saves["ssd"]), reached
+
+
+def _change(saved: float) -> str:
+    """Return a share that is saved as a change, such as ``-74.7%``; what is not saved is a plus."""
+    return f"{-saved:+,.1%}" if saved > -10 else f"{-saved:+,.0%}"
+
+
+def _contexts(found: Mapping[str, Any]) -> Table:
+    models = found["models"]
+    return Table(
+        (f"{models[0]['context']['tokens']:,} tokens", "global", "window", "global, in blocks"),
+        tuple(
+            (
+                shown(model["model"]),
+                size_text(model["context"]["global_bytes"]),
+                _size(model["context"]["window_bytes"]),
+                size_text(model["context"]["stored_bytes"]),
+            )
+            for model in models
+        ),
+    )
+
+
+def _measured(models: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        ("measured", "blocks", "B/token", "live on SSD", "over", "file"),
+        tuple(
+            (
+                shown(model["model"]),
+                f"{model['measured']['blocks']:,}",
+                _plain(model["bytes_per_token"]),
+                _plain(model["measured_ssd_bytes_per_token"]),
+                f"{model['measured_ssd_bytes_per_token'] / model['bytes_per_token'] - 1:+.2%}",
+                _plain(model["measured"]["file_bytes_per_token"]),
+            )
+            for model in models
+        ),
+        _noted(
+            "Blocks of random entries, written by the SSD tier and flushed, in bytes a token: pages in "
+            "use, and the file. So many blocks of each model that they are "
+            f"{MEASURED_BLOCKS:,} or {size_text(MEASURED_BYTES)}, and one at least.",
+        ),
+    )
+
+
+def chart(found: Mapping[str, Any]) -> str:
+    """Return an SVG file: bytes a token of each model, on a logarithmic scale."""
+    models = found["models"]
+    return bars(
+        [
+            Bar(
+                shown(model["model"]),
+                float(model["bytes_per_token"]),
+                _plain(model["bytes_per_token"]) + f"  ({_ratio(model['ratio'])}x)",
+            )
+            for model in models
+        ],
+        title="Bytes of global KV a token",
+        x_label=f"bytes a token, logarithmic; ratio to {shown(models[0]['model'])}",
+    )
+
+
+def _noted(*notes: str) -> tuple[str, ...]:
+    return tuple(line for note in notes for line in textwrap.wrap(note, _COLUMNS))
+
+
+def _plain(value: float, digits: int = 2) -> str:
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3g}" if value < 1 else f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
+
+
+def _size(size: int) -> str:
+    return size_text(size) if size else "-"
+
+
+def _rate(rate: float) -> str:
+    power = min(max(0, math.floor(math.log10(rate) / 3)), len(_RATE_UNITS) - 1)
+    return f"{rate / 1000**power:,.3g} {_RATE_UNITS[power]}"
