@@ -37,8 +37,8 @@ import kvstore
 from bench.codec_quality import corpus
 from bench.paired import paired
 from kvstore.block import BlockHash
-from kvstore.cli import progress
 from kvstore.codec.zstd import HUFFMAN
+from kvstore.command.terminal import progress
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout
 from kvstore.frame import Frames, Header

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from kvstore import fp4
 from kvstore.block import BlockHash
 from kvstore.chart import Point, Series, chart
-from kvstore.cli import progress_bar
 from kvstore.codec import native, numpy_reference
+from kvstore.command.terminal import progress_bar
 from kvstore.hash import block_hashes
 from kvstore.layout import FORMATS, SCALE_RULES
 

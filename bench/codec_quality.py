@@ -43,7 +43,7 @@ from transformers import Cache, DynamicCache
 
 import kvstore
 from kvstore.chart import Point, Series, chart
-from kvstore.cli import progress, progress_bar
+from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout

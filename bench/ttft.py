@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.ttft_engines import Connector, First, Job
 from kvstore.chart import Point, Series, chart
-from kvstore.cli import progress, progress_bar
+from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text, drop_page_cache
 from kvstore.engine import smollm2
 from tests.engines.environments import BuildError, environment

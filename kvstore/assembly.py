@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from kvstore.cache import Scope, SharedTiers
 from kvstore.cache.scope import quota_bytes
@@ -19,6 +19,9 @@ from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.packing import Packing, frames_of, loses
+from kvstore.policy.guarded import METHODS
+from kvstore.policy.protocol import Policy
+from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
@@ -64,6 +67,7 @@ class PrefixCache(Scope):
         read_threads: int | None = None,
         ssd_quota: int | str | None = None,
         secret: bool = False,
+        policy: str | Policy[Any] = "lru",
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -89,6 +93,10 @@ class PrefixCache(Scope):
         ``scope``, which takes one for each.
         ``secret`` hashes under a random secret, in a file of the store's directory, so that nobody who
         knows a prompt knows its hashes; a store is made with or without one, for good.
+        ``policy`` orders eviction from SSD: a name that ``kvstore policies`` lists, or an object like
+        ``kvstore.policy.protocol.Policy`` that no other store has. What it knew beyond the order of use
+        is gone after a restart. One that raises, or names nothing that may go, is replaced by LRU until
+        the store is reopened: counted as ``policy_errors``, logged once, and an alarm in ``stats``.
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
@@ -102,6 +110,7 @@ class PrefixCache(Scope):
         rows = model_layout.window_tokens if window_rows is None else window_rows
         _check_options(model_layout, namespace, role, window_ttl, rows)
         threads = _threads(read_threads)
+        order = _policy(policy)
         packing = _packing(model_layout, ssd_formats, error_budget)
         frame_format = frames_of(model_layout, block_tokens, packing)
         page_bytes = size_bytes(device_bytes, "device_bytes")
@@ -152,6 +161,7 @@ class PrefixCache(Scope):
                 secret=key,
                 scrub_bytes_per_second=scrub_rate,
                 read_threads=threads,
+                policy=order,
             )
 
         shared = share(directory, options, SharedTiers, build)
@@ -193,6 +203,24 @@ def _threads(given: object) -> int:
         msg = f"read_threads must be a positive integer, found {given!r}"
         raise ConfigError(msg)
     return given
+
+
+def _policy(given: object) -> Policy[Any] | None:
+    """Return a policy by name or as it is, None for LRU. Raises ``ConfigError`` for what is none."""
+    if isinstance(given, str):
+        if given not in POLICIES:
+            msg = f"no policy named {given!r}; expected one of {', '.join(POLICIES)}, or an object"
+            raise ConfigError(msg)
+        return None if given == "lru" else make_policy(given)
+    missing = [name for name in METHODS if not callable(getattr(given, name, None))]
+    if isinstance(given, type) or missing:
+        lacks = (
+            "is a class, expected an object of it" if not missing else f"lacks {', '.join(missing)}"
+        )
+        msg = f"policy must be a name or a kvstore.policy.protocol.Policy; {given!r} {lacks}"
+        raise ConfigError(msg)
+    policy: Any = given
+    return cast("Policy[Any]", policy)
 
 
 def _packing(

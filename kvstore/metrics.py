@@ -81,6 +81,8 @@ class Metrics:
     expired_leases: int = 0
     shared_opens: int = 0
     write_errors: int = 0
+    policy_errors: int = 0
+    """Eviction policies that raised, or named nothing that may go; LRU took over each time."""
     quarantined_stores: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -154,6 +156,7 @@ class Metrics:
             "expired_leases": self.expired_leases,
             "shared_opens": self.shared_opens,
             "write_errors": self.write_errors,
+            "policy_errors": self.policy_errors,
             "quarantined_stores": self.quarantined_stores,
             "read_bytes": self.read_bytes,
             "read_seconds": round(self.read_seconds, 6),

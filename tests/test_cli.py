@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,7 +210,13 @@ def test_simulate_prints_rows_and_what_they_say(
 ) -> None:
     arguments = ["--policy", "lru, optimal", "--size", "50%,2b,16KiB", "--bytes-per-token", "1024"]
     found = json.loads(printed(capsys, "simulate", trace_file, *arguments, "--json"))
-    assert set(found) == {"rows", "ceiling", "lru_curve", "recommendation"}
+    assert set(found) == {
+        "schema", "trace", "parameters", "seed", "rows", "ceiling", "ceilings", "lru_curve",
+        "recommendation", "hints",
+    }  # fmt: skip
+    assert found["schema"] == 1
+    assert found["trace"]["sha256"] == hashlib.sha256(trace_file.read_bytes()).hexdigest()
+    assert found["parameters"]["size"] == "50%,2b,16KiB"
     assert [(row["policy"], row["size_blocks"]) for row in found["rows"]] == [
         (policy, blocks) for policy in ("lru", "optimal") for blocks in (2, 2, 4)
     ]
@@ -227,7 +236,7 @@ def test_simulate_has_an_object_for_each_of_several_traces(
 ) -> None:
     found = json.loads(
         printed(capsys, "simulate", trace_file, trace_file, "--semantics", "flat",
-                "--window", "last_half", "--policy", "lru", "--size", "2b", "--json")
+                "--warmup", "0.5", "--policy", "lru", "--size", "2b", "--json")
     )  # fmt: skip
     assert [each["rows"][0]["window"] for each in found] == ["last_half", "last_half"]
 
@@ -241,6 +250,20 @@ def test_simulate_has_an_object_for_each_of_several_traces(
         (["--block-size", "2"], "chat.jsonl, line 2: 2 block ids for 8 tokens|line 1"),
         (["--block-size", "-1"], "expected sizes above 0"),
         (["--bytes-per-token", "nan"], "expected sizes above 0"),
+        (["--warmup", "1"], "the warm-up is a share of the requests"),
+        (["--jobs", "0"], "--jobs must be at least 1"),
+        (["--curve", "--size", "5%"], "--curve has sizes of its own"),
+        (["--model", "nothing"], "neither a preset"),
+        (["--model", "smollm2-135m", "--bytes-per-token", "1"], "has bytes of its own"),
+        (["--prefill-tps", "9"], "give --model or --bytes-per-token too"),
+        (["--bytes-per-token", "9", "--bandwidth", "1GB/s"], "give --prefill-tps too"),
+        (["--window-ttl", "300s"], "a window pool needs --window-tokens"),
+        (["--window-tokens", "9", "--window-bytes", "1MiB"], "needs the bytes of a token"),
+        (["--window-tokens", "9", "--window-bytes", "9b"], "as 2GiB or 10%"),
+        (["--window-tokens", "0"], "expected sizes above 0"),
+        (["--tier", "ssd=5"], "expected a size such as"),
+        (["--exclusive", "--tier", "a=1b", "--tier", "b=1b,write=through"], "tiers are exclusive"),
+        (["--format", "lmcache"], "line 1: expected a number as seq_len"),
     ],
 )
 def test_simulate_says_what_it_cannot_use(
@@ -265,6 +288,100 @@ def test_a_bad_trace_is_exit_two_with_its_line(
         assert "chat.jsonl, line 4: expected" in err
         assert err.count("\n") == 1
     assert "TRACES requires an argument" in printed(capsys, "simulate", status=2)
+
+
+EVERYTHING = [
+    *("--policy", "lru,arc,optimal", "--size", "50%", "--model", "deepseek-v4.1-flash"),
+    *("--prefill-tps", "1000", "--bandwidth", "1GB/s", "--warmup", "0.25"),
+    *("--tier", "device=1b@200GB/s", "--tier", "ssd=3b@3GB/s,write=on-evict", "--exclusive"),
+    *("--window-ttl", "5s", "--window-bytes", "50%"),
+]
+
+
+def test_simulate_answers_everything_at_once_and_the_same_in_any_number_of_processes(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "simulate", trace_file, *EVERYTHING, "--json")
+    assert text == printed(capsys, "simulate", trace_file, *EVERYTHING, "--json", "--jobs", "3")
+    found = json.loads(text)
+    assert found["rows"][0]["window"] == "last_75%"
+    assert [cost["policy"] for cost in found["costs"]] == ["lru", "arc", "optimal"]
+    assert {"mean", "p50", "p95", "p99"} == set(found["costs"][0]["ttft_seconds"])
+    assert found["lru_curve"][-1]["size_bytes"] == 890 * 4 * found["lru_curve"][-1]["size_blocks"]
+    assert [each["policy"] for each in found["hierarchies"]] == ["lru", "arc"]
+    assert [tier["name"] for tier in found["hierarchies"][0]["tiers"]] == ["device", "ssd"]
+    assert found["window_pool"]["window_tokens"] == 128
+    assert found["window_pool"]["replay_seconds"] == found["window_pool"]["replayed_tokens"] / 1000
+    said = " / ".join(found["recommendation"]["text"])
+    for part in (
+        "of the ceiling",
+        "of SSD",
+        "window TTL",
+        "from replay",
+        "a day to ssd",
+        "no queue",
+    ):
+        assert part in said
+    table = printed(capsys, "simulate", trace_file, *EVERYTHING)
+    for part in ("capacity gap", "busiest", "turns kept", "Worth knowing", "no cache", "last half"):
+        assert part in table
+    assert table.rstrip().endswith(found["recommendation"]["command"])
+
+
+def test_the_command_that_is_recommended_shows_what_it_recommends(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(printed(capsys, "simulate", trace_file, *EVERYTHING, "--json"))
+    wanted = found["recommendation"]
+    words = shlex.split(wanted["command"])
+    assert words[:2] == ["kvstore", "simulate"]
+    again = json.loads(printed(capsys, *words[1:], "--json"))
+    assert [row["size_blocks"] for row in again["rows"]] == [wanted["sizes"]["90%"]]
+    row, ceiling = again["rows"][0], again["ceiling"]
+    assert row["prefix_hit_ratio"] >= 0.9 * ceiling["prefix_hit_ratio"]
+    assert again["hierarchies"][0] == found["hierarchies"][0]
+    assert again["window_pool"]["ttl_seconds"] == wanted["window"]["ttl_seconds"]
+    assert again["window_pool"]["kept"] == wanted["window"]["kept"]
+
+
+def test_a_curve_has_twelve_sizes(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(
+        printed(capsys, "simulate", trace_file, "--curve", "--policy", "lru", "--json")
+    )
+    assert len(found["rows"]) == 12
+    assert found["rows"][-1]["size_fraction"] == 1.0
+
+
+def test_rows_are_written_as_csv_whole_or_not_at_all(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.csv"
+    arguments: list[str | Path] = ["--policy", "lru", "--size", "2b,50%", "--csv", out]
+    found = json.loads(printed(capsys, "simulate", trace_file, *arguments, "--json"))
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["prefix_hit_ratio"] for row in rows] == [
+        str(row["prefix_hit_ratio"]) for row in found["rows"]
+    ]
+    before = out.read_bytes()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(trace_file.read_text() + "{}\n")
+    assert cli.main(["simulate", str(trace_file), str(bad), *map(str, arguments)]) == 2
+    said, err = capsys.readouterr()
+    assert said == "", "the first trace was printed before the second was read"
+    assert "bad.jsonl, line 4" in err
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bad.jsonl", "chat.jsonl", "rows.csv",
+    ]  # fmt: skip
+
+
+def test_the_digest_of_a_directory_is_that_of_its_files(
+    trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(printed(capsys, "simulate", trace_file.parent, "--policy", "lru", "--json"))
+    line = f"{hashlib.sha256(trace_file.read_bytes()).hexdigest()}  chat.jsonl\n"
+    assert found["trace"]["sha256"] == hashlib.sha256(line.encode()).hexdigest()
 
 
 def test_policies_are_listed_with_the_bound_last(capsys: pytest.CaptureFixture[str]) -> None:

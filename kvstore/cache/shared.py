@@ -24,7 +24,9 @@ from kvstore.cache.reading import Limits, Reads, Take
 from kvstore.errors import ConfigError, StoreError
 from kvstore.frame import Frames, Header, Wave
 from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
+from kvstore.policy.guarded import Guarded
 from kvstore.policy.lru import Lru
+from kvstore.policy.protocol import Policy
 from kvstore.replay import WindowSnapshot
 from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
@@ -57,7 +59,9 @@ class SharedTiers(OpenStore):
         secret: bytes | None = None,
         scrub_bytes_per_second: int = 0,
         read_threads: int = 1,
+        policy: Policy[Segment] | None = None,
     ) -> None:
+        """Take over an open tier. ``policy`` orders its eviction; None is LRU."""
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
         self.secret = secret
@@ -66,19 +70,37 @@ class SharedTiers(OpenStore):
         self.pages: DevicePages | None = None
         self._generations: dict[str, int] = {}
         """Newest generation of each line of weights that has begun a second one and is used here."""
+        self._why_lru = ""
+        """Why another policy than the given one orders eviction, if one does."""
         self._open_device = open_device
         self._leases: deque[Hold] = deque()
         self._by_request: dict[RequestKey, Match] = {}
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
-            index=PrefixIndex(Lru[Segment]()),
+            index=PrefixIndex(
+                Lru[Segment]() if policy is None else Guarded(policy, self._policy_failed)
+            ),
             clock=clock,
             wall_clock=wall_clock,
             scrub_bytes_per_second=scrub_bytes_per_second,
         )
         self._reads = Reads(self.context, frame_format, ssd, self._discard, read_threads)
         self.jobs = Jobs(self)
+
+    def _policy_failed(self, error: Exception) -> None:
+        """Take note that the policy was replaced. The caller holds the lock, as for every change."""
+        self.metrics.policy_errors += 1
+        self._why_lru = (
+            f"the eviction policy of {self.ssd.path} failed: {error!r}; what was used least recently "
+            "goes until it is reopened"
+        )
+        self.metrics.say_once("policy", "%s", self._why_lru)
+
+    @override
+    def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
+        found = super()._alarms(ssd)
+        return [*found, self._why_lru] if self._why_lru else found
 
     # ---- identity ------------------------------------------------------------------------------
 

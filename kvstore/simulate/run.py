@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
@@ -20,7 +23,8 @@ from kvstore.trace.paths import links_of, paths_of
 
 OPTIMAL = "optimal"
 """Name of the bound. It is no policy of a tier: it knows the future."""
-Window = Literal["all", "last_half"]
+Window = str
+"""Which requests are counted: ``all``, ``last_half``, or a share such as ``last_75%``."""
 Semantics = Literal["prefix", "flat"]
 CURVE_POINTS = 200
 """Points of a curve in a report: enough for a smooth line of 800 pixels."""
@@ -90,6 +94,10 @@ class Simulation:
         """LRU at every size."""
         return lru_curve(self.links, self.trace.path_blocks)
 
+    def prepare(self) -> None:
+        """Work out what is otherwise worked out when it is first needed."""
+        _ = self.rows, self.curve
+
     def ceiling_hits(self) -> Ints:
         """Return the hit of each request in a cache without bounds, in blocks."""
         return summed(self.links.blocks, self.links)
@@ -131,6 +139,12 @@ class Simulation:
         self, policy: str, size: Size, window: Window = "all", semantics: Semantics = "prefix"
     ) -> Row:
         """Simulate one policy at one size."""
+        return self.run(policy, size, window, semantics)[0]
+
+    def run(
+        self, policy: str, size: Size, window: Window = "all", semantics: Semantics = "prefix"
+    ) -> tuple[Row, Ints]:
+        """Simulate one policy at one size; return the row, and the hit of each request in blocks."""
         blocks = None
         if semantics == "flat":
             if policy == OPTIMAL:
@@ -141,12 +155,65 @@ class Simulation:
         else:
             hits = self.hits(policy, size.blocks)
         ratios = self.ratios(hits, window, blocks)
-        return Row(self.trace.name, policy, size.blocks, size.fraction, ratios, window)
+        return Row(self.trace.name, policy, size.blocks, size.fraction, ratios, window), hits
+
+
+def window_of(warmup: float) -> Window:
+    """Return the window after this share of the requests has warmed the cache up.
+
+    Raises:
+        ValueError: if no request would be left.
+    """
+    if not 0 <= warmup < 1:
+        msg = f"the warm-up is a share of the requests, from 0 to below 1, found {warmup}"
+        raise ValueError(msg)
+    named = {0.0: "all", 0.5: "last_half"}
+    return named.get(warmup) or f"last_{float(100 - 100 * Fraction(str(warmup))):g}%"
 
 
 def first_counted(trace: Trace, window: Window) -> int:
-    """Return the first request of a window: half of the requests warm the cache up."""
-    return len(trace) // 2 if window == "last_half" else 0
+    """Return the first request of a window: those before it warm the cache up."""
+    share = {"all": "100", "last_half": "50"}.get(window) or re.sub(r"last_(.*)%", r"\1", window)
+    return int(len(trace) * (100 - Fraction(share)) / 100)
+
+
+Each = Callable[[Callable[[Simulation, Any], Any], Iterable[Any]], Iterable[Any]]
+"""Call a function on the simulation and each task, and yield what it returns, in order."""
+
+
+def in_turn(simulation: Simulation) -> Each:
+    """Call one after the other."""
+    return lambda function, tasks: map(partial(function, simulation), tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One run, as it is handed to whoever does it."""
+
+    policy: str
+    size: Size
+    window: Window
+    semantics: Semantics
+    cost: Cost | None
+    link: Link
+
+
+def _run(simulation: Simulation, task: _Task) -> tuple[Row, dict[str, Any] | None]:
+    """Simulate one policy at one size, with its times where a token's cost is known."""
+    row, hits = simulation.run(task.policy, task.size, task.window, task.semantics)
+    if task.cost is None:
+        return row, None
+    return row, times(simulation, hits, task.window, task.cost, task.link)
+
+
+def times(
+    simulation: Simulation, hits: Ints, window: Window, cost: Cost, link: Link
+) -> dict[str, Any]:
+    """Return the times to first token of requests that hit these blocks in one place."""
+    trace = simulation.trace
+    seconds, _ = first_token_seconds(trace, hits[:, None], [link], cost)
+    found: dict[str, Any] = ttft_report(trace, seconds, cost, first_counted(trace, window))
+    return found
 
 
 def _share(part: int, whole: int) -> float:
@@ -160,11 +227,16 @@ def simulate(
     *,
     window: Window = "all",
     semantics: Semantics = "prefix",
+    cost: Cost | None = None,
+    link: Link = FREE,
+    each: Each | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Return rows of every policy at every size, the ceiling, the LRU curve and what they say.
 
-    ``progress`` hears what is simulated next. The same trace and options give the same result.
+    With ``cost``, ``costs`` has the times to first token of each row, reading through ``link``.
+    ``each`` does the runs, by default one after the other; ``progress`` hears which one is done.
+    The same trace and options give the same result.
 
     Raises:
         ValueError: naming an unknown policy and those there are.
@@ -173,14 +245,21 @@ def simulate(
         if policy not in {*POLICIES, OPTIMAL}:
             msg = f"no policy named {policy!r}; expected one of {', '.join([*POLICIES, OPTIMAL])}"
             raise ValueError(msg)
-    rows = []
-    for policy in policies:
-        for size in sizes:
-            progress(f"{simulation.trace.name}: {policy}, {size.blocks:,} blocks")
-            rows.append(simulation.row(policy, size, window, semantics))
+    tasks = [
+        _Task(policy, size, window, semantics, cost, link) for policy in policies for size in sizes
+    ]
+    rows, costs = [], []
+    for row, spent in (each or in_turn(simulation))(_run, tasks):
+        progress(f"{row.trace}: {row.policy}, {row.size_blocks:,} blocks")
+        rows.append(row)
+        if spent is not None and cost is not None:
+            size_bytes = round(row.size_blocks * cost.token_bytes * simulation.trace.block_tokens)
+            name = {"policy": row.policy, "size_blocks": row.size_blocks, "size_bytes": size_bytes}
+            costs.append(name | spent)
     ceiling = simulation.ratios(simulation.ceiling_hits(), window)
     return {
         "rows": [row.as_dict() for row in rows],
+        **({"costs": costs} if cost is not None else {}),
         "ceiling": {
             "size_blocks": simulation.trace.distinct_blocks,
             **asdict(ceiling),

@@ -1,11 +1,16 @@
-"""Sizes of caches as users write them."""
+"""Sizes, rates and times as users write them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+_RATES = {f"{p}B/s": 1000.0**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
+_RATES |= {f"{p}iB/s": 1024.0**n for n, p in enumerate("KMGT", 1)}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s?([A-Za-z/]+)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(%|b|KiB|MiB|GiB|TiB)")
 
@@ -41,3 +46,37 @@ def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None
     else:
         blocks = int(number * _UNITS[unit] / block_bytes)
     return Size(blocks, blocks / distinct_blocks if distinct_blocks else 0.0)
+
+
+def rate_of(text: str) -> float:
+    """Return a rate such as ``3GB/s`` in bytes a second.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return _measured(text, _RATES, "a rate such as 3GB/s or 500MiB/s")
+
+
+def seconds_of(text: str) -> float:
+    """Return a time such as ``300s``, ``5m`` or ``100us`` in seconds.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return _measured(text, _SECONDS, "a time such as 300s, 5m or 100us")
+
+
+def _measured(text: str, units: Mapping[str, float], expected: str) -> float:
+    found = _NUMBER.fullmatch(text)
+    if found is None or found[2] not in units or not float(found[1]):
+        msg = f"expected {expected}, found {text!r}"
+        raise ValueError(msg)
+    return float(found[1]) * units[found[2]]
+
+
+def bytes_text(size: float) -> str:
+    """Return a size as people read it: ``38.2 GiB``."""
+    for unit, factor in reversed(_UNITS.items()):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size:,.0f} bytes"

@@ -33,6 +33,9 @@ FITTING = 0.9
 estimates agree in 98 % (lmcache_*_bytes64); those of a wrong power of two in under 55 %."""
 
 
+Form = Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure"]
+
+
 class Row(NamedTuple):
     """One request as a format has it."""
 
@@ -150,6 +153,8 @@ class Options:
     unsorted: Literal["sort", "refuse"] = "sort"
     unchained: Literal["refuse", "rekey"] = "refuse"
     """What to do with ids that name a block alone. They are refused when they are made paths."""
+    form: Form = "auto"
+    """What it is; ``auto`` is told by how it begins."""
     model: str | None = None
     """Read requests of this model only, where the format names one."""
 
@@ -179,8 +184,11 @@ def _read_document(
     where: Path, stream: io.BufferedReader, columns: Columns, options: Options
 ) -> None:
     head = stream.peek(1)[:64].lstrip()
-    if head.startswith(b"TIMESTAMP,"):
+    form = options.form
+    if form == "azure" or (form == "auto" and head.startswith(b"TIMESTAMP,")):
         rows: Iterable[tuple[int, Row]] = _azure(where, stream)
+    elif form == "weka":
+        rows = _weka(where, stream.read(), columns)
     elif head.startswith(b"{"):
         rows = _json_rows(where, stream, columns, options)
     elif head:
@@ -199,10 +207,14 @@ def _json_rows(
         record, _ = _parsed(first)
     except ValueError:
         record = None
-    if record is None or "requests" in record:  # one object that may take many lines
+    named = _BY_NAME.get(options.form)
+    if named is not None:
+        parse = named
+    elif record is None or "requests" in record:  # one object that may take many lines
         yield from _weka(where, first + stream.read(), columns)
         return
-    parse = _format_of(where, record)
+    else:
+        parse = _format_of(where, record)
     for number, line in enumerate(chain([first], stream), 1):
         if not line.strip():
             continue
@@ -313,6 +325,7 @@ _FORMATS: dict[str, Parser] = {
     "chunk_hashes": _lookups,
 }
 """By a key that marks a format; the first that an object has decides."""
+_BY_NAME: dict[str, Parser] = {"mooncake": _mooncake, "bailian": _bailian, "lmcache": _lookups}
 
 
 def _weka(where: Path, text: bytes, columns: Columns) -> Iterator[tuple[int, Row]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import sys
 import tarfile
@@ -119,17 +120,60 @@ def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
 
 @contextmanager
 def created(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file, compressed if its name ends in .zst or .gz; ``-`` is standard output."""
+    """Write a file, compressed if its name ends in .zst or .gz; ``-`` is standard output.
+
+    A file is there whole or not at all: it is written beside its place and moved there at the end.
+    """
     if str(path) == "-":
         yield sys.stdout.buffer
         return
-    with path.open("wb") as file:
-        if path.suffix == ".zst":
-            with zstandard.ZstdCompressor(level=10).stream_writer(file) as writer:
-                yield cast("IO[bytes]", writer)
-        elif path.suffix == ".gz":
-            # No time in the header: the same trace is the same bytes.
-            with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
-                yield cast("IO[bytes]", packed)
-        else:
-            yield file
+    if path.exists() and not path.is_file():  # a pipe or a device takes bytes as they come
+        with path.open("wb") as file, _compressed(path, file) as stream:
+            yield stream
+        return
+    place = path.resolve()  # what a link names is replaced, and the link stays
+    beside = place.with_name(f".{place.name}.part")
+    try:
+        with beside.open("wb") as file, _compressed(path, file) as stream:
+            yield stream
+        beside.replace(place)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
+    if path.suffix == ".zst":
+        with zstandard.ZstdCompressor(level=10).stream_writer(file) as writer:
+            yield cast("IO[bytes]", writer)
+    elif path.suffix == ".gz":
+        # No time in the header: the same trace is the same bytes.
+        with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
+            yield cast("IO[bytes]", packed)
+    else:
+        yield file
+
+
+def sha256_of(path: Path) -> str | None:
+    """Return the digest of a file as it lies there, in hex; None of standard input.
+
+    Of a directory it is that of the lines that ``sha256sum`` prints for its files, by name.
+
+    Raises:
+        TraceError: if it cannot be opened.
+    """
+    if str(path) == "-":
+        return None
+    try:
+        if not path.is_dir():
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        lines = [
+            f"{sha256_of(each)}  {each.relative_to(path)}\n"
+            for each in sorted(path.rglob("*"))
+            if each.is_file()
+        ]
+    except FileNotFoundError:
+        raise TraceError(path, "no such file or directory") from None
+    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()

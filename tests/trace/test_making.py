@@ -16,6 +16,7 @@ from kvstore.trace.cutting import head, merged, sample
 from kvstore.trace.info import info
 from kvstore.trace.paths import links_of, paths_of
 from kvstore.trace.reading import Options, read
+from kvstore.trace.source import created
 from kvstore.trace.writing import write
 from tests.simulate.support import grown_paths, trace_of
 
@@ -304,3 +305,33 @@ def test_an_impossible_block_size_or_unit_is_refused(tmp_path: Path) -> None:
 def test_a_trace_of_equal_length_and_equal_blocks_is_read_by_size_given(tmp_path: Path) -> None:
     write(trace_of([[1, 2]], 4), tmp_path / "t")
     assert read(tmp_path / "t", Options(block_tokens=5)).block_tokens == 5
+
+
+def test_a_trace_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl.gz"
+    out.write_bytes(b"before")
+
+    def failing(path: Path) -> None:
+        with created(path) as stream:
+            stream.write(b"half")
+            msg = "No space left on device"
+            raise OSError(msg)
+
+    with pytest.raises(OSError, match="No space"):
+        failing(out)
+    assert out.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_device_takes_bytes_as_they_come() -> None:
+    with created(Path("/dev/null")) as stream:
+        stream.write(b"gone")
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_link_to_a_trace_stays_one(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.jsonl", tmp_path / "target.jsonl"
+    link.symlink_to(target)
+    write(trace_of([[1, 2]]), link)
+    assert link.is_symlink()
+    assert read(target).references == 2

@@ -300,3 +300,14 @@ def test_lengths_alone_are_a_trace_that_says_nothing_of_reuse(tmp_path: Path) ->
 def test_a_bad_line_of_lengths_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"line 3: expected a number as ContextTokens, found 'x'"):
         read(written(tmp_path / "t", AZURE.replace(b"3180", b"x")))
+
+
+def test_a_format_that_is_named_is_not_guessed(tmp_path: Path) -> None:
+    row = {"timestamp": 3, "input_length": 32, "hash_ids": [1, 2], "chat_id": 1}
+    path = written(tmp_path / "t", lines([row, {**row, "timestamp": 5}]))
+    assert read(path).arrival.tolist() == [0, 2_000_000]  # Bailian's are seconds
+    guessed = read(path, Options(form="mooncake", block_tokens=16))
+    assert guessed.arrival.tolist() == [0, 2_000]  # Mooncake's are milliseconds
+    for form in ("weka", "azure", "lmcache"):
+        with pytest.raises(TraceError, match="line [01]|expected|TIMESTAMP"):
+            read(path, Options(form=form))

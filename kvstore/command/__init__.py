@@ -1,0 +1,1 @@
+"""Commands that have a module of their own, and what all commands share."""

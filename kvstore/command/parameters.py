@@ -1,0 +1,23 @@
+"""Parameters that several commands have, with what each means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+Flag = Annotated[bool, Parameter(negative="")]
+Json = Annotated[bool, Parameter(name="--json", negative="")]
+File = Annotated[Path, Parameter(allow_leading_hyphen=True)]
+"""A file, or ``-`` for a standard stream."""
+Files = Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)]
+BlockSize = Annotated[int, Parameter(help="Tokens of a block, where the trace does not tell.")]
+Unchained = Annotated[
+    Literal["refuse", "rekey"],
+    Parameter(help="Refuse ids that name blocks and not prefixes, or make them names of prefixes."),
+]
+FormatOption = Annotated[
+    Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure"],
+    Parameter(name="--format", help="Format of the trace; auto recognises it."),
+]

@@ -1,0 +1,110 @@
+"""A policy that somebody else wrote, and LRU from the moment on that it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic
+
+from typing_extensions import override
+
+from kvstore.policy.lru import Lru
+from kvstore.policy.protocol import Policy, S
+
+METHODS = ("fresh", "insert", "resize", "touch", "split", "release", "evict", "remove", "victim")
+"""What a policy has to have."""
+
+
+class Guarded(Policy[S], Generic[S]):
+    """Passes everything on to a policy until it raises, or names no segment that may go.
+
+    Then ``on_fault`` hears of the error, once, and a new LRU of all segments takes its place: the
+    index never sees an exception, and something always goes where something may.
+
+    Cost: one reference a segment.
+    """
+
+    def __init__(self, policy: Policy[S], on_fault: Callable[[Exception], object]) -> None:
+        self._policy = policy
+        self._on_fault = on_fault
+        self._is_trusted = True
+        self._segments: dict[S, None] = {}
+
+    @override
+    def fresh(self) -> Guarded[S]:
+        try:
+            policy = self._policy.fresh()
+        except Exception as error:
+            self._on_fault(error)
+            policy = Lru()
+        return Guarded(policy, self._on_fault)
+
+    @override
+    def insert(self, segment: S) -> None:
+        self._segments[segment] = None
+        self._tell("insert", segment)
+
+    @override
+    def resize(self, segment: S) -> None:
+        self._tell("resize", segment)
+
+    @override
+    def touch(self, segment: S) -> None:
+        self._tell("touch", segment)
+
+    @override
+    def split(self, upper: S, lower: S) -> None:
+        self._segments[upper] = None
+        self._tell("split", upper, lower)
+
+    @override
+    def release(self, segment: S) -> None:
+        self._tell("release", segment)
+
+    @override
+    def evict(self, segment: S, blocks: int) -> None:
+        self._tell("evict", segment, blocks)
+
+    @override
+    def remove(self, segment: S) -> None:
+        del self._segments[segment]
+        self._tell("remove", segment)
+
+    @override
+    def victim(self) -> S | None:
+        if self._is_trusted:
+            try:
+                return self._checked(self._policy.victim())
+            except Exception as error:
+                self._distrust(error)
+        return self._policy.victim()
+
+    def _checked(self, found: Any) -> S | None:
+        """Return a victim if it may go, and None only if nothing may."""
+        if found is None:
+            loose = sum(segment.is_evictable for segment in self._segments)
+            if loose:
+                msg = f"victim() returned None, expected one of {loose} segments that may go"
+                raise ValueError(msg)
+            return None
+        if found not in self._segments or not found.is_evictable:
+            msg = f"victim() returned {found!r}, expected a segment that may go"
+            raise ValueError(msg)
+        chosen: S = found
+        return chosen
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        if not self._is_trusted:
+            getattr(self._policy, method)(*arguments)
+            return
+        try:
+            getattr(self._policy, method)(*arguments)
+        except Exception as error:
+            self._distrust(error)
+
+    def _distrust(self, error: Exception) -> None:
+        """Let a new LRU take over, which needs nothing but what the segments say themselves."""
+        self._is_trusted = False
+        self._policy = Lru()
+        for segment in sorted(self._segments, key=lambda each: (each.last_use, each.start)):
+            self._policy.insert(segment)
+        self._on_fault(error)
