@@ -294,7 +294,7 @@ EVERYTHING = [
     *("--policy", "lru,arc,optimal", "--size", "50%", "--model", "deepseek-v4.1-flash"),
     *("--prefill-tps", "1000", "--bandwidth", "1GB/s", "--warmup", "0.25"),
     *("--tier", "device=1b@200GB/s", "--tier", "ssd=3b@3GB/s,write=on-evict", "--exclusive"),
-    *("--window-ttl", "5s", "--window-bytes", "50%"),
+    *("--window-ttl", "77s", "--window-bytes", "50%"),
 ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.policy.registry import POLICIES
 from kvstore.simulate.cost import Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.sizes import rate_of, seconds_of, size_of
-from kvstore.simulate.tiers import Flow, Inclusion, Tier, Write
+from kvstore.simulate.tiers import Flow, Inclusion, Tier, Write, check_tiers
 from kvstore.trace.columns import SECOND, Ints, Trace
 
 DAY, MINUTE = 86400, 60
@@ -30,7 +30,7 @@ def tiers_of(
     W is ``through``, the default where tiers are inclusive, or ``on-evict``.
 
     Raises:
-        ValueError: if one is written differently, or two have one name.
+        ValueError: if one is written differently, or they contradict each other.
     """
     tiers: list[Tier] = []
     for text in texts:
@@ -39,6 +39,7 @@ def tiers_of(
             msg = f"two tiers are named {tier.name!r}"
             raise ValueError(msg)
         tiers.append(tier)
+    check_tiers(tiers, inclusion)
     return tiers
 
 

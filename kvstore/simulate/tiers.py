@@ -114,12 +114,17 @@ def simulate_tiers(
 
     Cost: O(blocks) a request, in bytes compared and copied; 48 bytes a cached block.
     """
-    if inclusion == "exclusive" and any(tier.write == "through" for tier in tiers[1:]):
-        msg = "tiers are exclusive, so what is below the first is written on-evict, found write=through"
-        raise ValueError(msg)
+    check_tiers(tiers, inclusion)
     policies = [make_policy(tier.policy or policy) for tier in tiers]
     make = _Inclusive if inclusion == "inclusive" else _Exclusive
     return make(Keys(trace), tiers, policies).run(len(trace))
+
+
+def check_tiers(tiers: Sequence[Tier], inclusion: Inclusion) -> None:
+    """Raise ``ValueError`` if tiers contradict each other."""
+    if inclusion == "exclusive" and any(tier.write == "through" for tier in tiers[1:]):
+        msg = "tiers are exclusive, so what is below the first is written on-evict, found write=through"
+        raise ValueError(msg)
 
 
 class _Tiers:

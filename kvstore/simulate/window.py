@@ -57,13 +57,12 @@ class Pool:
         self.held.move_to_end(block)
         return True
 
-    def put(self, block: int, tokens: int, now: float, *, is_replayed: bool) -> None:
-        """Keep the window that ends with ``block``; one that was rebuilt replaces none."""
+    def put(self, block: int, tokens: int, now: float) -> None:
+        """Keep the window that ends with ``block``, in place of one that is there."""
         self._expire(now)
-        present = block in self.held
-        if (present and is_replayed) or tokens > self._budget:
+        if tokens > self._budget:
             return
-        if present:
+        if block in self.held:
             self.used -= self.held.pop(block)[1]
         while self.used + tokens > self._budget:
             self.used -= self.held.popitem(last=False)[1][1]
@@ -118,10 +117,10 @@ def simulate_windows(
             block = int(trace.blocks[start + hit - 1])
             if not pool.use(block, now):
                 replayed[request] = tokens = min(limit, hit * size)
-                pool.put(block, tokens, now, is_replayed=True)
+                pool.put(block, tokens, now)
         if stop:
             block = int(trace.blocks[start + stop - 1])
-            pool.put(block, min(limit, stop * size), now, is_replayed=False)
+            pool.put(block, min(limit, stop * size), now)
         observer(request, pool)
     return Outcome(replayed, pool.evicted, pool.expired)
 

@@ -122,6 +122,11 @@ def test_a_tier_that_is_written_otherwise_is_refused(texts: list[str], fault: st
         tiers_of(texts, "inclusive", 1000)
 
 
+def test_tiers_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="tiers are exclusive"):
+        tiers_of(["a=1b", "b=2b,write=through"], "exclusive", 9)
+
+
 def test_units_are_what_they_say() -> None:
     assert rate_of("500MiB/s") == 500 * 2**20
     assert [seconds_of(text) for text in ("300s", "5m", "2h", "100us", "1d")] == [

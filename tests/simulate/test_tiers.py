@@ -15,7 +15,7 @@ from kvstore.trace.paths import paths_of
 from tests.simulate.support import grown_paths, trace_of
 from tests.simulate.tiers_model import RANKS, Exclusive, Inclusive
 
-CAPACITIES = ((3, 8), (8, 3), (1, 1, 1), (5, 9, 20), (4, 0, 30), (0, 6, 12), (12, 30, 5))
+CAPACITIES = ((3, 8), (8, 3), (1, 1, 1), (5, 9, 20), (4, 0, 30), (0, 6, 12), (12, 4, 9), (9, 2, 7))
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
