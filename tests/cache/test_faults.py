@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -482,17 +484,25 @@ def test_names_are_synced_before_anything_is_promised(
 
 
 class Watched:
-    """An environment that notes its write transactions and syncs; the next syncs fail."""
+    """An environment that notes its write transactions and syncs; the next syncs or commits fail."""
 
-    def __init__(self, ssd: SsdTier, failing: int) -> None:
-        self.real, self.failing = ssd._env, failing
+    def __init__(self, ssd: SsdTier, failing: int = 0, failing_commits: int = 0) -> None:
+        self.real, self.failing, self.failing_commits = ssd._env, failing, failing_commits
         self.done: list[str] = []
         ssd._env = self  # type: ignore[assignment]
 
     def begin(self, **options: Any) -> Any:
-        if options.get("write"):
-            self.done.append("commit")
-        return self.real.begin(**options)
+        if not options.get("write"):
+            return self.real.begin(**options)
+        self.done.append("commit")
+        self.failing_commits -= 1
+        return self.real.begin(**options) if self.failing_commits < 0 else self.refused(options)
+
+    @contextmanager
+    def refused(self, options: dict[str, Any]) -> Iterator[Any]:
+        with self.real.begin(**options) as txn:
+            yield txn
+            raise lmdb.DiskError("mdb_txn_commit: Input/output error")
 
     def sync(self, force: bool) -> None:
         self.failing -= 1
@@ -521,6 +531,26 @@ def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path
         cache.store(more, entries_of(DENSE, more))
         cache.flush()
         assert env.done == ["commit", "sync"], "healed once"
+        assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_a_failed_commit_is_followed_by_one_that_is_synced_before_anything_else(
+    tmp_path: Path,
+) -> None:
+    tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        env = Watched(cache._shared.ssd, failing_commits=1)
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert env.done == ["commit", "commit", "sync", "sync"]
+        assert cache.stats()["counters"]["write_errors"] == 1
+        assert cache.lookup(more).hit_tokens == 0
+        cache.store(more, entries_of(DENSE, more))
+        cache.flush()
+        assert env.done[4:] == ["commit", "sync"], "healed once"
+        assert cache.lookup(more).hit_tokens == 2 * BLOCK
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
 
 

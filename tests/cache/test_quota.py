@@ -255,6 +255,20 @@ def test_it_holds_through_all_generations_of_a_namespace_together(tmp_path: Path
         assert [space["quota"] for space in spaces] == [blocks(20)] * 3
 
 
+def test_a_full_quota_takes_nothing_from_others_in_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.transfer.LINGER_SECONDS", 60.0)
+    with open_cache(tmp_path / "s") as cache:
+        mine, other = cache.scope(tenant("me"), ssd_quota=blocks(2)), cache.scope(tenant("other"))
+        text, theirs = tokens_of(3 * BLOCK + 1, 1), tokens_of(8 * BLOCK + 1, 2)
+        other.store(theirs[:-1], entries_of(DENSE, theirs[:-1]), wait=30)
+        mine.store(text[:-1], entries_of(DENSE, text[:-1]), wait=30)
+        cache.flush()
+        assert (hit(mine, text), hit(other, theirs)) == (2, 8)
+        assert cache.stats()["counters"]["dropped_blocks"]["quota"] == 1
+
+
 def test_the_newest_quota_holds_after_a_restart_however_many_generations_there_were(
     tmp_path: Path,
 ) -> None:
