@@ -111,12 +111,11 @@ class Reads:
         first: int,
         stop: int,
         target: Any,
-        block: int,
         *,
         wave: Wave | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` into a target of the frames, from its ``block`` on.
+        """Begin to read blocks ``[first, stop)`` into a target of the frames that begins there.
 
         ``wave`` is the one that the target was made for, if it was.
         """
@@ -124,7 +123,7 @@ class Reads:
         spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
 
         def take(number: int, frame: memoryview) -> str | None:
-            return self._format.scatter(frame, target, block + number - first)
+            return self._format.scatter(frame, target, number - first)
 
         def take_many(size: int, start: int, i: int, file: int, offsets: NDArray[np.int64]) -> int:
             number = start + i
@@ -132,7 +131,7 @@ class Reads:
             reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
             ids = prefix.run_of_ids(number, len(offsets))
-            done = reader.read(file, offsets, hashes, ids, block + number - first)
+            done = reader.read(file, offsets, hashes, ids, number - first)
             spare[size].append(reader)
             return done
 

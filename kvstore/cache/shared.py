@@ -427,14 +427,12 @@ class SharedTiers(OpenStore):
         target = self.format.entries_target(entries, wave)
 
         def begin(step: plan.Load) -> Callable[[], int]:
-            start = max(step.start, first)
             if step.tier == "device":
                 assert self.pages is not None
+                start = max(step.start, first)
                 return partial(self.pages.read, prefix, start, step.stop, entries, first, wave)
-            places = (target, start - first)
-            reading = self._reads.into(
-                *(prefix, start, step.stop, *places), wave=wave, limits=limits
-            )
+            # The SSD comes first, so what it has of these blocks begins where they do.
+            reading = self._reads.into(prefix, first, step.stop, target, wave=wave, limits=limits)
             return partial(self._reads.finish, reading)
 
         begun = [begin(step) for step in steps[:1]]  # nearly always all there is
