@@ -11,7 +11,7 @@ from kvstore.policy.fifo import Clock, Fifo, Sieve
 from kvstore.policy.frequency import Cost, Gdsf, Lfu
 from kvstore.policy.lru import Lru, Ttl
 from kvstore.policy.protocol import Policy
-from kvstore.policy.queues import Arc, S3Fifo, TwoQ
+from kvstore.policy.queues import Arc, S3Fifo, Slru, TwoQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ POLICIES: Mapping[str, Entry] = MappingProxyType(
             TwoQ,
             "a queue for the new, LRU for what comes back after it",
             "Johnson, Shasha, VLDB 1994",
+        ),
+        "slru": Entry(
+            Slru,
+            "four LRU lists; a use lifts by one, what overflows sinks by one",
+            "Huang et al., SOSP 2013",
         ),
         "gdsf": Entry(
             Gdsf, "uses and the age of the cache at the last one", "Cherkasova, HPL-98-69"
