@@ -230,6 +230,15 @@ class Bench:
         return found, ours / min(walls)
 
 
+LEAST = 10
+"""Blocks of the smallest cache in which a tenth is a block: libCacheSim's S3-FIFO ends at less."""
+
+
+def sizes_for(trace: Trace, policies: Iterable[str]) -> list[int]:
+    least = LEAST if "s3fifo" in policies else 1
+    return [size for size in sizes_of(trace, SIZES) if size >= least]
+
+
 def sizes_of(trace: Trace, texts: Sequence[str]) -> list[int]:
     return [size_of(text, trace.distinct_blocks).blocks for text in texts]
 
@@ -328,7 +337,7 @@ def against_flat(bench: Bench, bar: str, limits: dict[str, float]) -> Bars:
         return
     for name in SMALL:
         trace = bench.trace(name)
-        sizes = sizes_of(trace, SIZES[:-1])
+        sizes = sizes_for(trace, limits)
         peers = [PEERS[each] for each in limits]
         found = peer(bench.python, trace, what="forward", policies=peers, sizes=sizes)
         for policy, limit in limits.items():
@@ -373,7 +382,7 @@ def against_reverse(bench: Bench, bar: str, names: Sequence[str], limit: float) 
     for name in SMALL:
         simulation = bench.simulation(name)
         trace = simulation.trace
-        sizes = sizes_of(trace, SIZES)
+        sizes = sizes_for(trace, names)
         policies = [PEERS[each] for each in names]
         theirs = peer(bench.python, trace, what="reverse", policies=policies, sizes=sizes)
         for policy in names:
