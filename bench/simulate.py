@@ -1,12 +1,14 @@
 """The simulator beside others: accuracy against them, CPU time against them.
 
-Question: does it give the ratios that other tools and the specification give, and at what cost?
+Question: does it give the ratios that other tools and the definitions give, and at what cost?
 Method:   the same traces through libCacheSim and kvcache-simulator where they are installed, in the
           interpreter given with --peers; CPU seconds of one process, parsing included on our side
           alone. libCacheSim runs with hashpower=18: its default of 24 is several times slower.
-Bound:    ratios to the peer of the same run. What must agree exactly is compared exactly.
-Run:      python -m bench.simulate --traces FOLDER [--peers PYTHON] [--large]
-Needs:    the folder with mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others.
+Bound:    a limit for each figure: accuracy in shares of all blocks, cost as a ratio to the peer of the
+          same run. What must agree exactly has the limit 0.
+Run:      python -m bench.simulate --traces FOLDER [--peers PYTHON] [--only A6,P1] [--json]
+Needs:    the folder with mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others;
+          P4 a trace of 81 million references and a process of its own, so it runs in a child.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.simulate_models import FilledS3Fifo, FilledSlru, leaf_first
+from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.run import OPTIMAL, Simulation, simulate
@@ -36,8 +42,12 @@ from kvstore.trace.reading import read
 from kvstore.trace.writing import write
 
 SPEED_SIZES = ("0.5%", "1%", "2%", "5%", "10%", "15%", "20%", "25%", "30%", "50%", "75%", "100%")
-SPEED_POLICIES = ("lru", "fifo", "sieve", "s3fifo", "arc", "lfu", "2q", "gdsf", "clock", OPTIMAL)
-"""As many as the peer runs: LRU FIFO SIEVE S3FIFO ARC LFU TwoQ GDSF SLRU Belady."""
+SPEED = {
+    "lru": "LRU", "fifo": "FIFO", "sieve": "Sieve", "s3fifo": "S3FIFO", "arc": "ARC", "lfu": "LFU",
+    "2q": "TwoQ", "gdsf": "GDSF", "slru": "SLRU", OPTIMAL: "Belady",
+}  # fmt: skip
+"""Our policies and libCacheSim's classes of the same name, the ten of the speed bars."""
+PEERS = SPEED | {"clock": "Clock"}
 SIZES = ("1%", "5%", "10%", "25%", "50%", "100%")
 CALIBRATION = {
     ("mooncake_conversation", "lru"): {"5%": 0.1958, "10%": 0.2789, "100%": 0.3664},
@@ -46,21 +56,22 @@ CALIBRATION = {
     ("weka_claude_code_48", OPTIMAL): {"5%": 0.8177},
 }
 """Prefix hit ratios of a block-by-block simulation in C, leaf-first, whole trace from cold."""
-LAST_HALF = {352: 0.045400, 1409: 0.048897, 2818: 0.064228, 11275: 0.233364, 45100: 0.374381}
-"""Token hit ratios of kvcache-simulator 0.1.3 on mooncake_conversation, LRU, by blocks."""
-LAST_HALF_OPTIMAL = {352: 0.118219, 1409: 0.229910, 2818: 0.302762, 11275: 0.398113}
-FLAT = {
-    "lru": "LRU", "fifo": "FIFO", "sieve": "Sieve", "lfu": "LFU", "clock": "Clock", "arc": "ARC",
-    "s3fifo": "S3FIFO", "2q": "TwoQ", "gdsf": "GDSF",
-}  # fmt: skip
-"""Our policies and libCacheSim's classes of the same name."""
-TRACES = (
-    "mooncake_conversation",
+ROUNDED = 5e-5
+"""They are given to four digits."""
+SIX_DIGITS = 5e-7
+CONVERSATION, WEKA = "mooncake_conversation", "weka_claude_code_48"
+SMALL = (
+    CONVERSATION,
     "mooncake_synthetic",
-    "weka_claude_code_48",
     "lmcache_miniswe_bytes64",
     "lmcache_magagent_bytes64",
+    "lmcache_taubench_bytes64",
 )
+"""Traces that a loop over blocks in Python can do; the one of Weka has five million."""
+LARGE = "weka_claude_code_all"
+BUDGETS = {CONVERSATION: "16,64,128,512,2048", WEKA: "4,8,16,32,64,96,128,192"}
+"""GiB of the rival's model glm-5.2; a block of 512 tokens takes 46.5 MiB."""
+FILLED: dict[str, Callable[[int], Policy[Any]]] = {"s3fifo": FilledS3Fifo, "slru": FilledSlru}
 
 # Runs in the peers' interpreter: a file of int64 ids and of paths' ends, and what to do with them.
 PEER = r"""
@@ -151,189 +162,380 @@ def peer(python: Path, trace: Trace, **job: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def say(name: str, **facts: object) -> None:
-    print(json.dumps({"check": name, **facts}), flush=True)
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A figure and what it may be at most."""
+
+    bar: str
+    what: str
+    found: float
+    limit: float
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        """Say whether the figure is within its limit."""
+        return abs(self.found) <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "met" if self.met else "MISSED"
+        return f"{self.bar:<4} {verdict:<7}{self.found:>12.6f} <= {self.limit:<8g} {self.what}  {self.note}"
 
 
-def sizes_of(trace: Trace, texts: tuple[str, ...]) -> list[Size]:
-    return [size_of(text, trace.distinct_blocks) for text in texts]
+Bars = Iterator[Bar]
+
+
+class Bench:
+    """The traces, read once, and where the peers are."""
+
+    def __init__(self, folder: Path, python: Path | None) -> None:
+        self.folder = folder
+        self.python = python
+        self.simulation = cache(lambda name: Simulation(read(self.path(name))))
+        self.rival = cache(self._rival)
+
+    def path(self, name: str) -> Path:
+        """Return the file of a trace."""
+        return self.folder / f"{name}.jsonl.zst"
+
+    def trace(self, name: str) -> Trace:
+        """Return a trace."""
+        trace: Trace = self.simulation(name).trace
+        return trace
+
+    def _rival(self, name: str) -> tuple[dict[str, Any], float]:
+        """Run kvcache-simulator; return what it found, and our wall time over its better one."""
+        assert self.python is not None
+        with tempfile.TemporaryDirectory() as scratch:
+            plain = Path(scratch) / "trace.jsonl"
+            write(self.trace(name), plain)
+            command = [
+                str(self.python.with_name("kvcache-simulator")), "run", "--trace", str(plain),
+                "--model", "glm-5.2", "--budgets-gib", BUDGETS[name], "--policies",
+                "fifo,lru,optimal", "--format", "json", "--no-progress",
+            ]  # fmt: skip
+            walls, found = [], {}
+            for _ in range(2):  # the first compiles
+                start = time.perf_counter()
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                walls.append(time.perf_counter() - start)
+                if done.returncode:
+                    sys.exit(done.stderr)
+                found = json.loads(done.stdout)
+            start = time.perf_counter()
+            simulation = Simulation(read(plain))
+            sizes = [Size(point["cacheBlocks"], 0) for point in found["points"]]
+            simulate(simulation, ("fifo", "lru", OPTIMAL), sizes, window="last_half")
+            ours = time.perf_counter() - start
+        return found, ours / min(walls)
+
+
+LEAST = 10
+"""Blocks of the smallest cache in which a tenth is a block: libCacheSim's S3-FIFO ends at less."""
+
+
+def sizes_for(trace: Trace, policies: Iterable[str]) -> list[int]:
+    least = LEAST if "s3fifo" in policies else 1
+    return [size for size in sizes_of(trace, SIZES) if size >= least]
+
+
+def sizes_of(trace: Trace, texts: Sequence[str]) -> list[int]:
+    return [size_of(text, trace.distinct_blocks).blocks for text in texts]
+
+
+def worst(differences: Iterable[float]) -> float:
+    return float(max(differences, key=abs))
 
 
 # ---- accuracy ----------------------------------------------------------------------------------
 
 
-def check_points(simulations: dict[str, Simulation]) -> None:
-    for (name, policy), points in CALIBRATION.items():
-        simulation = simulations[name]
-        worst = 0.0
-        for text, expected in points.items():
-            size = size_of(text, simulation.trace.distinct_blocks)
-            found = simulation.row(policy, size).ratios.prefix_hit_ratio
-            worst = max(worst, abs(round(found, 4) - expected))
-        say("calibration", trace=name, policy=policy, worst=worst)
-    conversation = simulations["mooncake_conversation"]
-    for policy, by_blocks in (("lru", LAST_HALF), (OPTIMAL, LAST_HALF_OPTIMAL)):
-        worst = max(
-            abs(
-                conversation.row(policy, Size(blocks, 0), "last_half").ratios.prefix_token_hit_ratio
-                - expected
-            )
-            for blocks, expected in by_blocks.items()
-        )
-        say("A3 last half", policy=policy, worst=worst)
+def points(bench: Bench, bar: str, wanted: str) -> Bars:
+    for (name, policy), expected in CALIBRATION.items():
+        if policy == wanted:
+            simulation = bench.simulation(name)
+            found = [
+                simulation.row(policy, size_of(text, simulation.trace.distinct_blocks))
+                for text in expected
+            ]
+            differences = [
+                row.ratios.prefix_hit_ratio - each
+                for row, each in zip(found, expected.values(), strict=True)
+            ]
+            yield Bar(bar, f"{policy} at known points, {name}", worst(differences), ROUNDED)
 
 
-def check_within(simulation: Simulation) -> None:
-    """A7, A8, A9, and every policy under the bound, on every size of a trace."""
-    trace = simulation.trace
-    runs: dict[str, list[int]] = {name: [] for name in ("lru", OPTIMAL)}
-    exceeded, curve_differs = 0, 0
-    for size in sizes_of(trace, SPEED_SIZES):
-        bound = int(simulation.hits(OPTIMAL, size.blocks).sum())
-        runs[OPTIMAL].append(bound)
-        for name in POLICIES:
-            hits = simulate_policy(simulation.rows, make_policy(name), size.blocks)
-            exceeded += sum(hits) > bound
-            if name == "lru":
-                runs["lru"].append(sum(hits))
-                curve_differs += hits != simulation.curve.hits(size.blocks).tolist()
-    say(
-        "A7 A8 A9",
-        trace=trace.name,
-        above_optimal=exceeded,
-        falls=sum(each != sorted(each) for each in runs.values()),
-        curve_differs=curve_differs,
-    )
-
-
-def check_flat(python: Path, trace: Trace, texts: tuple[str, ...] = ("1%", "10%", "25%")) -> None:
-    sizes = [size.blocks for size in sizes_of(trace, texts)]
-    theirs = peer(python, trace, what="forward", policies=list(FLAT.values()), sizes=sizes)
-    for name, other in FLAT.items():
-        worst = 0.0
-        for size in sizes:
-            _, hits = simulate_flat(trace, make_policy(name), size)
-            worst = max(worst, abs(sum(hits) / trace.references - theirs[f"{other} {size}"][1]))
-        say("A5 A6 flat", trace=trace.name, policy=name, worst=worst)
-
-
-def check_reverse(python: Path, simulation: Simulation) -> None:
-    trace = simulation.trace
-    sizes = [size.blocks for size in sizes_of(trace, SIZES[:-1])]
-    names = {
-        name: FLAT[name] for name in ("lru", "fifo", "lfu", "arc", "clock", "s3fifo", "gdsf", "2q")
-    }
-    theirs = peer(python, trace, what="reverse", policies=list(names.values()), sizes=sizes)
-    for name, other in names.items():
+def against_blocks(bench: Bench, bar: str, policy: str, rank: Callable[[Any], Any]) -> Bars:
+    """Hold a policy against a loop over single blocks."""
+    limit = 0.002 if bar == "A4" else SIX_DIGITS
+    for name in SMALL:
+        simulation = bench.simulation(name)
+        trace = simulation.trace
         differences = [
-            int(simulation.hits(name, size).sum()) / trace.references - theirs[f"{other} {size}"][0]
-            for size in sizes
+            (int(simulation.hits(policy, size).sum()) - leaf_first(trace, rank, size))
+            / trace.references
+            for size in sizes_of(trace, SIZES[:-1])
         ]
-        worst = max(differences, key=abs)
-        say("A1 A7b reverse", trace=trace.name, policy=name, worst=round(worst, 6))
+        yield Bar(bar, f"{policy} block by block, {name}", worst(differences), limit)
+
+
+def a1(bench: Bench) -> Bars:
+    """LRU at every size."""
+    yield from points(bench, "A1", "lru")
+    yield from against_blocks(bench, "A1", "lru", lambda block: block.used)
+    if bench.python is not None:
+        yield from against_reverse(bench, "A1", ("lru",), SIX_DIGITS)
+
+
+def a2(bench: Bench) -> Bars:
+    """A cache without bounds: what was asked for before is hit."""
+    for name in (*SMALL, WEKA):
+        trace = bench.trace(name)
+        seen = np.zeros(trace.distinct_blocks, np.bool_)
+        again = 0
+        for request in range(len(trace)):
+            path = trace.path(request)
+            again += int(seen[path].sum())
+            seen[path] = True
+        found = int(bench.simulation(name).ceiling_hits().sum())
+        yield Bar("A2", f"ceiling, {name}", (found - again) / trace.references, SIX_DIGITS)
+
+
+def against_rival(bench: Bench, bar: str, policy: str) -> Bars:
+    if bench.python is None:
+        return
+    for name, limit in ((CONVERSATION, 1e-6), (WEKA, 3e-4)):
+        found, _ = bench.rival(name)
+        simulation = bench.simulation(name)
+        differences = []
+        for point in found["points"]:
+            row = simulation.row(policy, Size(point["cacheBlocks"], 0), "last_half")
+            theirs = point["results"][policy]["hitRate"]
+            differences.append(row.ratios.prefix_token_hit_ratio - theirs)
+        what = f"{policy} beside kvcache-simulator at {len(differences)} sizes, {name}"
+        yield Bar(bar, what, worst(differences), limit)
+
+
+def a3(bench: Bench) -> Bars:
+    """LRU, the last half of the requests."""
+    yield from against_rival(bench, "A3", "lru")
+
+
+def a4(bench: Bench) -> Bars:
+    """FIFO and LFU, leaf-first."""
+    yield from against_blocks(bench, "A4", "fifo", lambda block: block.stored)
+    yield from against_blocks(bench, "A4", "lfu", lambda block: (block.uses, block.used))
+
+
+def flat_ratio(trace: Trace, policy: Policy[Any], size: int) -> float:
+    _, hits = simulate_flat(trace, policy, size)
+    return sum(hits) / trace.references
+
+
+def against_flat(bench: Bench, bar: str, limits: dict[str, float]) -> Bars:
+    if bench.python is None:
+        return
+    for name in SMALL:
+        trace = bench.trace(name)
+        sizes = sizes_for(trace, limits)
+        peers = [PEERS[each] for each in limits]
+        found = peer(bench.python, trace, what="forward", policies=peers, sizes=sizes)
+        for policy, limit in limits.items():
+            theirs = [found[f"{PEERS[policy]} {size}"][1] for size in sizes]
+            ours = [flat_ratio(trace, make_policy(policy), size) for size in sizes]
+            yield Bar(bar, f"{policy} flat, {name}", worst(np.subtract(ours, theirs)), limit)
+            if policy in FILLED:
+                ours = [flat_ratio(trace, FILLED[policy](size), size) for size in sizes]
+                what = f"{policy} flat, filled as the peer fills it, {name}"
+                yield Bar(bar, what, worst(np.subtract(ours, theirs)), limit)
+
+
+def a5(bench: Bench) -> Bars:
+    """Flat policies that have one definition."""
+    exact = dict.fromkeys(("lru", "fifo", "sieve"), SIX_DIGITS)
+    yield from against_flat(bench, "A5", exact | {"lfu": 0.003, "clock": 0.003})
+
+
+def a6(bench: Bench) -> Bars:
+    """Flat policies whose implementations differ."""
+    names = ("arc", "s3fifo", "2q", "slru", "gdsf")
+    yield from against_flat(bench, "A6", dict.fromkeys(names, 0.01))
+
+
+def a7(bench: Bench) -> Bars:
+    """The optimum: the bound it should be, and no policy above it."""
+    yield from points(bench, "A7", OPTIMAL)
+    yield from against_rival(bench, "A7", OPTIMAL)
+    for name in (*SMALL, WEKA):
+        simulation = bench.simulation(name)
+        above = [
+            f"{policy} at {size}"
+            for size in sizes_of(simulation.trace, SPEED_SIZES)
+            for policy in POLICIES
+            if simulation.hits(policy, size).sum() > simulation.hits(OPTIMAL, size).sum()
+        ]
+        yield Bar("A7", f"policies above the optimum, {name}", len(above), 0, ", ".join(above))
+
+
+def against_reverse(bench: Bench, bar: str, names: Sequence[str], limit: float) -> Bars:
+    assert bench.python is not None
+    for name in SMALL:
+        simulation = bench.simulation(name)
+        trace = simulation.trace
+        sizes = sizes_for(trace, names)
+        policies = [PEERS[each] for each in names]
+        theirs = peer(bench.python, trace, what="reverse", policies=policies, sizes=sizes)
+        for policy in names:
+            differences = [
+                int(simulation.hits(policy, size).sum()) / trace.references
+                - theirs[f"{PEERS[policy]} {size}"][0]
+                for size in sizes
+            ]
+            note = f"lowest {min(differences):+.4f}, highest {max(differences):+.4f}"
+            what = f"{policy} beside the peer, last block first, {name}"
+            yield Bar(bar, what, worst(differences), limit, note)
+
+
+def a7b(bench: Bench) -> Bars:
+    """Policies on prefixes beside flat ones that are told of the last block first.
+
+    The peer may evict a head and strand what hangs on it, ours never does. So ours hit more.
+    """
+    if bench.python is not None:
+        names = ("arc", "clock", "s3fifo", "gdsf", "2q")
+        yield from against_reverse(bench, "A7b", names, 0.02)
+
+
+def a8(bench: Bench) -> Bars:
+    """A larger cache never hits less."""
+    for name in (*SMALL, WEKA):
+        simulation = bench.simulation(name)
+        sizes = sizes_of(simulation.trace, SPEED_SIZES)
+        for policy in ("lru", OPTIMAL):
+            hits = [int(simulation.hits(policy, size).sum()) for size in sizes]
+            falls = int((np.diff(hits) < 0).sum())
+            yield Bar("A8", f"sizes at which {policy} falls, {name}", falls, 0)
+
+
+def a9(bench: Bench) -> Bars:
+    """The curve is what the policy does, request by request."""
+    for name in (*SMALL, WEKA):
+        simulation = bench.simulation(name)
+        differs = sum(
+            simulate_policy(simulation.rows, make_policy("lru"), size)
+            != simulation.curve.hits(size).tolist()
+            for size in sizes_of(simulation.trace, SPEED_SIZES)
+        )
+        yield Bar("A9", f"sizes at which the curve is off, {name}", differs, 0)
 
 
 # ---- speed -------------------------------------------------------------------------------------
 
 
-def check_speed(folder: Path, python: Path | None, name: str) -> None:
-    path = folder / f"{name}.jsonl.zst"
+def ten_policies(bench: Bench, name: str) -> tuple[float, float, float, dict[str, float]]:
+    """Return our CPU seconds, of them for reading, for LRU without it, and the peer's by class."""
+    path = bench.path(name)
     trace = read(path)
-    sizes = sizes_of(trace, SPEED_SIZES)
+    sizes = [size_of(text, trace.distinct_blocks) for text in SPEED_SIZES]
 
-    def ours(policies: tuple[str, ...]) -> None:
-        simulate(Simulation(read(path)), policies, sizes)
-
-    def ours_parsed() -> None:
+    def lru() -> None:
         simulation = Simulation(trace)
         for size in sizes:
             simulation.row("lru", size)
 
-    facts: dict[str, Any] = {
-        "ten_policies": round(cpu(lambda: ours(SPEED_POLICIES)), 3),
-        "lru_parsed": round(cpu(ours_parsed), 3),
-        "reading": round(cpu(lambda: read(path)), 3),
-    }
-    if python is not None:
-        others = ["LRU", "FIFO", "Sieve", "S3FIFO", "ARC", "LFU", "TwoQ", "GDSF", "SLRU", "Belady"]
-        blocks = [size.blocks for size in sizes]
-        seconds = peer(python, trace, what="speed", policies=others, sizes=blocks)
-        facts["peer_ten_policies"] = round(sum(seconds.values()), 3)
-        facts["peer_lru"] = round(seconds["LRU"], 3)
-        facts["ratio"] = round(facts["ten_policies"] / facts["peer_ten_policies"], 3)
-        facts["lru_ratio"] = round(facts["lru_parsed"] / facts["peer_lru"], 3)
-    say("P1 P2 P3", trace=name, **facts)
+    ours = cpu(lambda: simulate(Simulation(read(path)), tuple(SPEED), sizes))
+    assert bench.python is not None
+    blocks = [size.blocks for size in sizes]
+    theirs = peer(bench.python, trace, what="speed", policies=list(SPEED.values()), sizes=blocks)
+    return ours, cpu(lambda: read(path)), cpu(lru), theirs
 
 
-def check_rival(folder: Path, python: Path) -> None:
-    """P5: three policies at eight budgets, wall time, the rival's compiler warm."""
-    path = folder / "weka_claude_code_48.jsonl.zst"
-    trace = read(path)
-    with tempfile.TemporaryDirectory() as scratch:
-        plain = Path(scratch) / "trace.jsonl"
-        write(trace, plain)
-        command = [
-            str(python.with_name("kvcache-simulator")), "run", "--trace", str(plain), "--model",
-            "glm-5.2", "--budgets-gib", "4,8,16,32,64,96,128,192", "--policies", "fifo,lru,optimal",
-            "--format", "json", "--no-progress",
-        ]  # fmt: skip
-        walls = []
-        for _ in range(2):
-            start = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            walls.append(time.perf_counter() - start)
-            if done.returncode:
-                say("P5", fault=done.stderr[-500:])
-                return
-        start = time.perf_counter()
-        simulation = Simulation(read(plain))
-        sizes = sizes_of(trace, ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%", "75%"))
-        simulate(simulation, ("fifo", "lru", OPTIMAL), sizes, window="last_half")
-        ours = time.perf_counter() - start
-    say("P5", ours=round(ours, 2), peer=round(min(walls), 2), ratio=round(ours / min(walls), 3))
+def p1(bench: Bench) -> Bars:
+    """Ten policies at twelve sizes, short prompts."""
+    if bench.python is not None:
+        ours, reading, _, theirs = ten_policies(bench, CONVERSATION)
+        peers = sum(theirs.values())
+        note = f"{ours:.2f} s, of them {reading:.2f} s reading, beside {peers:.2f} s"
+        yield Bar("P1", f"ten policies, {CONVERSATION}", ours / peers, 1.0, note)
 
 
-def check_large(folder: Path) -> None:
+def p2(bench: Bench) -> Bars:
+    """The same with long prompts, and LRU alone."""
+    if bench.python is not None:
+        ours, reading, lru, theirs = ten_policies(bench, WEKA)
+        peers = sum(theirs.values())
+        note = f"{ours:.2f} s, of them {reading:.2f} s reading, beside {peers:.2f} s"
+        yield Bar("P2", f"ten policies, {WEKA}", ours / peers, 0.25, note)
+        note = f"{lru:.3f} s beside {theirs['LRU']:.2f} s"
+        yield Bar("P3", f"lru at twelve sizes, {WEKA}", lru / theirs["LRU"], 0.5, note)
+
+
+def p4(bench: Bench) -> Bars:
+    """81 million references: what info says, and LRU at every size."""
+    path = bench.path(LARGE)
+    if not path.exists():
+        return
+    command = [sys.executable, "-m", "bench.simulate", "--traces", str(bench.folder), "--large"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    found = json.loads(done.stdout)
+    yield Bar("P4", "CPU seconds of info and curve", found["seconds"], 60, done.stdout.strip())
+    yield Bar("P4", "GiB of memory for it", found["peak_gib"], 4)
+
+
+def large(folder: Path) -> None:
     start = time.process_time()
-    trace = read(folder / "weka_claude_code_all.jsonl.zst")
+    trace = read(folder / f"{LARGE}.jsonl.zst")
     facts = info(trace)
-    simulation = Simulation(trace)
-    curve = simulation.curve
+    curve = Simulation(trace).curve
     ratio = int(curve.hits(trace.distinct_blocks // 20).sum()) / trace.references
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    say(
-        "P4",
-        references=facts["block_references"],
-        seconds=round(time.process_time() - start, 1),
-        peak_gib=round(peak, 2),
-        lru_at_5_percent=round(ratio, 6),
-        ceiling=facts["ceiling"],
-    )
+    found = {
+        "seconds": round(time.process_time() - start, 1),
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "references": facts["block_references"],
+        "lru_at_5_percent": round(ratio, 6),
+    }
+    print(json.dumps(found))
+
+
+def p5(bench: Bench) -> Bars:
+    """Three policies at eight budgets, wall time from the file on, the rival's compiler warm."""
+    if bench.python is not None:
+        _, ratio = bench.rival(WEKA)
+        yield Bar("P5", f"three policies beside kvcache-simulator, {WEKA}", ratio, 0.5)
+
+
+CHECKS: dict[str, Callable[[Bench], Bars]] = {
+    "A1": a1, "A2": a2, "A3": a3, "A4": a4, "A5": a5, "A6": a6, "A7": a7, "A7b": a7b, "A8": a8,
+    "A9": a9, "P1": p1, "P2": p2, "P4": p4, "P5": p5,
+}  # fmt: skip
+"""By name; P3 comes with P2."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--traces", type=Path, required=True, help="the folder with the traces")
     parser.add_argument("--peers", type=Path, help="a Python with libcachesim, kvcache-simulator")
-    parser.add_argument(
-        "--large", action="store_true", help="only the trace of 81 million references"
-    )
+    parser.add_argument("--only", default=",".join(CHECKS), help="checks, with commas between them")
+    parser.add_argument("--json", action="store_true", help="print an array instead of a table")
+    parser.add_argument("--large", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.large:
-        check_large(options.traces)
+        large(options.traces)
         return
-    simulations = {name: Simulation(read(options.traces / f"{name}.jsonl.zst")) for name in TRACES}
-    check_points(simulations)
-    for simulation in simulations.values():
-        check_within(simulation)
-    for name in ("mooncake_conversation", "weka_claude_code_48"):
-        check_speed(options.traces, options.peers, name)
-    if options.peers is not None:
-        check_rival(options.traces, options.peers)
-        for name in TRACES:
-            if name != "weka_claude_code_48":  # five million references a policy and size
-                check_flat(options.peers, simulations[name].trace)
-                check_reverse(options.peers, simulations[name])
+    bench = Bench(options.traces, options.peers)
+    bars = []
+    for name in options.only.split(","):
+        for bar in CHECKS[name](bench):
+            bars.append(bar)
+            if not options.json:
+                print(bar, flush=True)
+    if options.json:
+        print(json.dumps([asdict(bar) | {"met": bar.met} for bar in bars], indent=2))
+    else:
+        missed = sorted({bar.bar for bar in bars if not bar.met})
+        print(f"missed: {', '.join(missed) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -278,13 +278,12 @@ class PrefixIndex:
             for segment in [s for s in self if s.expires <= now and policy in self._policies(s)]:
                 self._remove_subtree(segment, removed)
         while len(removed) < blocks:
-            victim = policy.victim()
+            short = blocks - len(removed)
+            victim = policy.victim(short)
             if victim is None:
                 break
             assert victim.is_evictable, "the policy chose a protected segment"
-            count = min(blocks - len(removed), victim.blocks)
-            policy.evict(victim, count)
-            self._trim(victim, count, removed)
+            self._trim(victim, min(short, victim.blocks), removed)
         return removed
 
     def remove_from(self, position: Position) -> list[BlockKey]:

@@ -318,7 +318,7 @@ class Fuzzer:
             counts[segment.namespace_id] = counts.get(segment.namespace_id, 0) + segment.blocks
         assert index.namespace_blocks() == counts
         assert all(key in blocks for key in self.oracle.pins), "a pinned block is gone"
-        victim = self.policy.victim()
+        victim = self.policy.victim(1)
         expected = self.oracle.next_victim()
         assert (victim.keys[-KEY_BYTES:] if victim else None) == expected
 
@@ -422,9 +422,9 @@ def test_split_pin_and_unpin_leave_every_counter_where_it_was() -> None:
     assert (lower.start, lower.blocks, upper.start, upper.blocks) == (2, 4, 0, 2)
     assert (lower.pins, upper.pins) == (1, 0)
     index.pin(upper)
-    assert policy.victim() is None
+    assert policy.victim(1) is None
     index.unpin(lower)
-    assert policy.victim() is lower
+    assert policy.victim(1) is lower
     index.unpin(upper)
     assert index.blocks == 6
     assert index.segments == 2
@@ -590,7 +590,7 @@ def test_the_root_can_be_touched_and_pinned_without_harm() -> None:
     index.touch(root, 5)
     index.pin(root)
     index.unpin(root)
-    assert policy.victim() is None
+    assert policy.victim(1) is None
     assert index.evict(3) == []
 
 
@@ -631,7 +631,7 @@ class Stubborn(Lru[Segment]):
     choice: Segment | None = None
 
     @override
-    def victim(self) -> Segment | None:
+    def victim(self, blocks: int) -> Segment | None:
         return self.choice
 
 
@@ -656,12 +656,12 @@ class Flaky(Lru[Segment]):
     failures = 1
 
     @override
-    def victim(self) -> Segment | None:
+    def victim(self, blocks: int) -> Segment | None:
         if self.failures:
             self.failures -= 1
             message = "broken policy"
             raise RuntimeError(message)
-        return super().victim()
+        return super().victim(blocks)
 
 
 def test_a_policy_that_raises_is_heard_and_eviction_goes_on() -> None:

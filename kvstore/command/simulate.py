@@ -487,16 +487,30 @@ def policies(*, as_json: Json = False) -> int:
     from kvstore.simulate.optimal import SUMMARY
     from kvstore.simulate.run import OPTIMAL
 
-    found = [
-        {"policy": name, "summary": entry.summary, "source": entry.source, "online": True}
+    found: list[dict[str, Any]] = [
+        {
+            "policy": name,
+            "summary": entry.summary,
+            "parameters": entry.parameters,
+            "source": entry.source,
+            "online": True,
+        }
         for name, entry in POLICIES.items()
     ]
-    found.append({"policy": OPTIMAL, "summary": SUMMARY, "source": "Belady 1966", "online": False})
+    bound = {"policy": OPTIMAL, "summary": SUMMARY, "parameters": {}, "source": "Belady 1966"}
+    found.append({**bound, "online": False})
     if as_json:
         write_json(found)
     else:
         write_table(
-            ["policy", "what goes", "source"],
-            [(str(row["policy"]), str(row["summary"]), str(row["source"])) for row in found],
+            ["policy", "what goes", "parameters", "source"],
+            [(row["policy"], row["summary"], _settings(row), row["source"]) for row in found],
+            labels=4,
         )
     return OK
+
+
+def _settings(row: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in row["parameters"].items()
+    )

@@ -53,15 +53,15 @@ def _printable(text: str) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def write_table(header: Sequence[str], rows: Any) -> None:
-    """Print a table on stdout: labels on the left, values on the right."""
+def write_table(header: Sequence[str], rows: Any, labels: int = 1) -> None:
+    """Print a table on stdout: ``labels`` columns of text to the left, then values to the right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table()
     for number, title in enumerate(header):
-        side: Literal["left", "right"] = "right" if number else "left"
+        side: Literal["left", "right"] = "right" if number >= labels else "left"
         table.add_column(title, justify=side, no_wrap=not number, overflow="fold")
     for row in rows:
         table.add_row(*(Text(_printable(cell)) for cell in row))

@@ -10,7 +10,7 @@ from typing_extensions import override
 from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy, S
 
-METHODS = ("fresh", "insert", "resize", "touch", "split", "release", "evict", "remove", "victim")
+METHODS = ("fresh", "insert", "resize", "touch", "split", "release", "remove", "victim")
 """What a policy has to have."""
 
 
@@ -61,22 +61,18 @@ class Guarded(Policy[S], Generic[S]):
         self._tell("release", segment)
 
     @override
-    def evict(self, segment: S, blocks: int) -> None:
-        self._tell("evict", segment, blocks)
-
-    @override
     def remove(self, segment: S) -> None:
         del self._segments[segment]
         self._tell("remove", segment)
 
     @override
-    def victim(self) -> S | None:
+    def victim(self, blocks: int) -> S | None:
         if self._is_trusted:
             try:
-                return self._checked(self._policy.victim())
+                return self._checked(self._policy.victim(blocks))
             except Exception as error:
                 self._distrust(error)
-        return self._policy.victim()
+        return self._policy.victim(blocks)
 
     def _checked(self, found: Any) -> S | None:
         """Return a victim if it may go, and None only if nothing may."""

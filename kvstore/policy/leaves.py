@@ -6,8 +6,8 @@ where it belongs, when it surfaces. So a use costs nothing and an eviction O(log
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Any, Generic
 
@@ -18,18 +18,18 @@ FEW = 64
 
 
 class Leaves(Generic[S]):
-    """Segments by rank, the lowest first and the deeper tail first among equals.
+    """Segments by rank, the lowest first, and what was pushed first among equals.
 
     ``rank`` returns None of a segment that belongs elsewhere now. It may grow at any time; where it
     falls, or a segment becomes evictable, or comes from elsewhere, the segment is pushed again.
     """
 
-    __slots__ = ("_allowed", "_heap", "_order", "_rank")
+    __slots__ = ("_allowed", "_heap", "_next", "_rank")
 
     def __init__(self, rank: Callable[[S], Any]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Any, int, int, S]] = []
-        self._order = count()  # breaks ties, so that segments themselves are never compared
+        self._heap: list[tuple[Any, int, S]] = []
+        self._next = count().__next__  # breaks ties, so that segments themselves are never compared
         self._allowed = FEW
 
     def __len__(self) -> int:
@@ -38,33 +38,32 @@ class Leaves(Generic[S]):
     def push(self, segment: S) -> None:
         """Add a segment, or the rank that it has now."""
         heap = self._heap
-        entry = (self._rank(segment), -segment.stop, next(self._order), segment)
-        heapq.heappush(heap, entry)
+        heappush(heap, (self._rank(segment), self._next(), segment))
         if len(heap) > self._allowed:
             self._clean()
 
     def _clean(self) -> None:
         """Keep one entry of each segment that may go, with its rank of now."""
-        segments = {id(entry[3]): entry[3] for entry in self._heap}.values()
+        segments = {id(entry[2]): entry[2] for entry in self._heap}.values()
         self._heap = [
-            (rank, -segment.stop, next(self._order), segment)
+            (rank, self._next(), segment)
             for segment in segments
             if segment.is_evictable and (rank := self._rank(segment)) is not None
         ]
-        heapq.heapify(self._heap)
+        heapify(self._heap)
         self._allowed = FEW + 4 * len(self._heap)
 
     def first(self) -> S | None:
         """Return the segment with the lowest rank that may go, None if there is none."""
         heap = self._heap
         while heap:
-            entry = heap[0]
-            segment = entry[3]
-            if segment.is_evictable and (rank := self._rank(segment)) is not None:
-                depth = -segment.stop
-                if rank == entry[0] and depth == entry[1]:
+            known, _, segment = heap[0]
+            if segment.is_evictable:
+                rank = self._rank(segment)
+                if rank == known:
                     return segment
-                heapq.heapreplace(heap, (rank, depth, next(self._order), segment))
-            else:
-                heapq.heappop(heap)
+                if rank is not None:
+                    heapreplace(heap, (rank, self._next(), segment))
+                    continue
+            heappop(heap)
         return None

@@ -18,7 +18,7 @@ class Lru(Policy[S], Generic[S]):
 
     @staticmethod
     def _rank(segment: S) -> Any:
-        return segment.last_use
+        return segment.last_use, -segment.stop  # the deeper tail first among equals
 
     @override
     def insert(self, segment: S) -> None:
@@ -41,15 +41,11 @@ class Lru(Policy[S], Generic[S]):
         self._leaves.push(segment)
 
     @override
-    def evict(self, segment: S, blocks: int) -> None:
-        pass
-
-    @override
     def remove(self, segment: S) -> None:
         pass
 
     @override
-    def victim(self) -> S | None:
+    def victim(self, blocks: int) -> S | None:
         return self._leaves.first()
 
 
@@ -59,4 +55,4 @@ class Ttl(Lru[S], Generic[S]):
     @staticmethod
     @override
     def _rank(segment: S) -> Any:
-        return segment.expires, segment.last_use
+        return segment.expires, segment.last_use, -segment.stop

@@ -74,14 +74,13 @@ class Policy(Protocol[S]):
         """Hear that ``segment`` became evictable: its last child died, or a pin went."""
         ...
 
-    def evict(self, segment: S, blocks: int) -> None:
-        """Hear that what ``victim`` returned is about to lose its last ``blocks`` blocks for it."""
-        ...
-
     def remove(self, segment: S) -> None:
         """Hear that ``segment`` left the index."""
         ...
 
-    def victim(self) -> S | None:
-        """Return the evictable segment whose tail should go next, or None if there is none."""
+    def victim(self, blocks: int) -> S | None:
+        """Return the evictable segment whose tail goes next, or None if there is none.
+
+        Its last ``blocks`` blocks, or all that it has, go at once: ``resize`` or ``remove`` follows.
+        """
         ...

@@ -1,59 +1,114 @@
-"""Policies of two queues, one for what was used once: S3-FIFO, 2Q and ARC."""
+"""Policies of several queues, one for what was used once: S3-FIFO, 2Q, ARC and SLRU."""
 
 from __future__ import annotations
 
-from typing import Any, Generic
+from itertools import count
+from typing import Generic
 
 from typing_extensions import override
 
+from kvstore.policy.ghosts import Ghosts
 from kvstore.policy.leaves import Leaves
-from kvstore.policy.protocol import S
-from kvstore.policy.tracking import Ghosts, Life, Tracking
-
-NEW, KEPT = 0, 1
-"""The queue of what came lately, and the one of what has shown to be used."""
+from kvstore.policy.protocol import Policy, S
 
 
-class _TwoQueues(Tracking[S], Generic[S]):
-    """A queue of new segments and one of kept ones, each with an order of its own."""
+class Queue(Leaves[S], Generic[S]):
+    """Segments by their place, and how many blocks they have."""
 
-    QUEUES = 2
+    __slots__ = ("blocks", "places")
 
     def __init__(self) -> None:
-        super().__init__()
-        self._leaves: tuple[Leaves[S], Leaves[S]] = (
-            Leaves(self._rank_new),
-            Leaves(self._rank_kept),
-        )
+        self.places: dict[S, int] = {}
+        self.blocks = 0
+        super().__init__(self.places.get)
 
-    def _rank_new(self, segment: S) -> Any:
-        life = self._lives[segment]
-        return life.since if life.queue == NEW else None
 
-    def _rank_kept(self, segment: S) -> Any:
-        life = self._lives[segment]
-        return segment.last_use if life.queue == KEPT else None
+class _Queues(Policy[S], Generic[S]):
+    """A policy that keeps each segment in one of its queues.
 
-    def is_remembered(self, segment: S) -> bool:
-        """Say whether a new segment resumes what was evicted lately."""
-        raise NotImplementedError
+    Subclasses say where a new segment enters, what a use does, and which queue a victim is from.
+    """
+
+    def __init__(self, queues: int) -> None:
+        self._queues = tuple(Queue[S]() for _ in range(queues))
+        self._queue: dict[S, Queue[S]] = {}
+        """The queue that each segment is in."""
+        self._sizes: dict[S, int] = {}
+        self._blocks = 0
+        """Blocks in all queues."""
+        self._end = count().__next__
+        """Returns the next place at the end of a queue that is no LRU."""
+
+    def enter(self, segment: S, queue: Queue[S], place: int) -> None:
+        """Put a new segment into a queue, as a leaf."""
+        size = segment.stop - segment.start
+        self._sizes[segment] = size
+        self._blocks += size
+        queue.blocks += size
+        queue.places[segment] = place
+        self._queue[segment] = queue
+        queue.push(segment)
+
+    def move(self, segment: S, queue: Queue[S], place: int) -> None:
+        """Put a segment into another queue, as a leaf if it is one."""
+        old, size = self._queue[segment], self._sizes[segment]
+        del old.places[segment]
+        old.blocks -= size
+        queue.blocks += size
+        queue.places[segment] = place
+        self._queue[segment] = queue
+        if segment.is_evictable:
+            queue.push(segment)
+
+    def made_with(self, segment: S) -> Queue[S] | None:
+        """Return the queue of the parent if the same request made it, so that both fare alike."""
+        parent = segment.parent
+        if parent is None or parent.last_use != segment.last_use:
+            return None
+        return self._queue.get(parent)
 
     @override
-    def enter(self, segment: S, life: Life) -> None:
-        made = self.siblings(segment)
-        is_kept = self.is_remembered(segment) if made is None else made.queue == KEPT
-        life.queue = KEPT if is_kept else NEW
-        life.since = self.tick()
-        self.push(segment, life)
+    def resize(self, segment: S) -> None:
+        size = segment.stop - segment.start
+        more = size - self._sizes[segment]
+        self._sizes[segment] = size
+        self._queue[segment].blocks += more
+        self._blocks += more
 
     @override
-    def push(self, segment: S, life: Life) -> None:
-        self._leaves[life.queue].push(segment)
+    def touch(self, segment: S) -> None:
+        pass
 
-    def choose(self, limit: float) -> S | None:
-        """Return the first of the new ones if they are over ``limit`` blocks, else of the kept."""
-        new, kept = self._leaves
-        if self._blocks[NEW] > limit:
+    @override
+    def split(self, upper: S, lower: S) -> None:
+        queue = self._queue[upper] = self._queue[lower]
+        queue.places[upper] = queue.places[lower]
+        self._sizes[upper] = upper.stop - upper.start
+        self._sizes[lower] = lower.stop - lower.start
+
+    @override
+    def release(self, segment: S) -> None:
+        self._queue[segment].push(segment)
+
+    @override
+    def remove(self, segment: S) -> None:
+        queue, size = self._queue.pop(segment), self._sizes.pop(segment)
+        del queue.places[segment]
+        queue.blocks -= size
+        self._blocks -= size
+
+
+class _TwoQueues(_Queues[S], Generic[S]):
+    """A queue of what came lately, and one of what has shown to be used."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self._new, self._kept = self._queues
+
+    def choose(self, *, is_new: bool) -> S | None:
+        """Return the first of the new ones, or else of the kept ones, of the others if there is none."""
+        new, kept = self._new, self._kept
+        if is_new:
             return new.first() or kept.first()
         return kept.first() or new.first()
 
@@ -70,19 +125,19 @@ class _Probation(_TwoQueues[S], Generic[S]):
         super().__init__()
         self._ghosts = Ghosts()
 
-    def next(self) -> S | None:
-        """Return the segment whose turn it is."""
-        return self.choose(self.NEW_SHARE * sum(self._blocks))
+    def place(self, segment: S) -> int:
+        """Return where a segment that enters a queue now stands in it."""
+        raise NotImplementedError
 
     @override
-    def is_remembered(self, segment: S) -> bool:
-        return self._ghosts.take(segment.key(segment.start))
-
-    @override
-    def evict(self, segment: S, blocks: int) -> None:
-        if self._lives[segment].queue == NEW:
-            limit = self.GHOST_SHARE * sum(self._blocks)
-            self._ghosts.add(segment.key(segment.stop - blocks), blocks, limit)
+    def insert(self, segment: S) -> None:
+        queue = self.made_with(segment)
+        if queue is None:
+            is_kept = self._ghosts.take(segment)
+            queue = self._kept if is_kept else self._new
+        self.enter(segment, queue, self.place(segment))
+        # Not when room was made: a segment is looked up before that, and may be what was forgotten.
+        self._ghosts.shrink(self.GHOST_SHARE * self._blocks)
 
 
 class TwoQ(_Probation[S], Generic[S]):
@@ -92,37 +147,84 @@ class TwoQ(_Probation[S], Generic[S]):
     """Johnson and Shasha's own: a quarter for the new, ghosts for half of the blocks."""
 
     @override
-    def victim(self) -> S | None:
-        return self.next()
+    def place(self, segment: S) -> int:
+        return segment.last_use
+
+    @override
+    def touch(self, segment: S) -> None:
+        if segment in self._kept.places:
+            self._kept.places[segment] = segment.last_use
+
+    @override
+    def release(self, segment: S) -> None:
+        self.touch(segment)
+        super().release(segment)
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        segment = self.choose(is_new=self._new.blocks > self.NEW_SHARE * self._blocks)
+        if segment in self._new.places:
+            assert segment is not None
+            self._ghosts.add(segment, min(blocks, self._sizes[segment]))
+        return segment
 
 
 class S3Fifo(_Probation[S], Generic[S]):
     """Evict from a small queue of new segments; what was used twice moves to the main one."""
 
-    MOST_MARKS = 3
-    NEW_SHARE, GHOST_SHARE, MOVING = 0.1, 0.9, 2
-    """Yang et al.'s: a tenth for the new, as many ghosts as main blocks, two uses to move."""
+    NEW_SHARE, GHOST_SHARE, MOVING, MOST = 0.1, 0.9, 2, 3
+    """Yang et al.'s: a tenth for the new, as many ghosts as main blocks, two uses to move, and three
+    that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: dict[S, int] = {}
+        """Uses that still speak for a segment, where there are any."""
 
     @override
-    def _rank_kept(self, segment: S) -> Any:
-        life = self._lives[segment]
-        return life.since if life.queue == KEPT else None
+    def place(self, segment: S) -> int:
+        return self._end()
+
+    def mark(self, segment: S, uses: int) -> None:
+        """Count uses of a segment."""
+        self._marks[segment] = min(self.MOST, self._marks.get(segment, 0) + uses)
+
+    def spend(self, segment: S, uses: int) -> None:
+        """Take uses of a segment away. They were its parent's too, which was not asked yet."""
+        left = self._marks.pop(segment) - uses
+        if left:
+            self._marks[segment] = left
+        if segment.parent in self._queue:
+            self.mark(segment.parent, uses)
 
     @override
-    def victim(self) -> S | None:
-        while (segment := self.next()) is not None:
-            life = self._lives[segment]
-            if life.queue == NEW:
-                if life.marks < self.MOVING:
-                    return segment
-                self.move(life, KEPT)
-                life.marks, life.since = 0, self.tick()
-                self.push(segment, life)
-            elif life.marks:
-                life.marks, life.since = life.marks - 1, self.tick()
+    def touch(self, segment: S) -> None:
+        self.mark(segment, 1)
+
+    @override
+    def remove(self, segment: S) -> None:
+        super().remove(segment)
+        if segment in self._marks:
+            self.spend(segment, self._marks[segment])
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        new, kept = self._new, self._kept
+        is_new = new.blocks >= self.NEW_SHARE * self._blocks
+        while (segment := self.choose(is_new=is_new)) is not None:
+            uses = self._marks.get(segment, 0)
+            if segment in kept.places:
+                if not uses:
+                    break
+                self.spend(segment, 1)
+                kept.places[segment] = self._end()
+            elif uses < self.MOVING:
+                self._ghosts.add(segment, min(blocks, self._sizes[segment]))
+                break
             else:
-                return segment
-        return None
+                self.spend(segment, uses)
+                self.move(segment, kept, self._end())
+        return segment
 
 
 class Arc(_TwoQueues[S], Generic[S]):
@@ -134,50 +236,110 @@ class Arc(_TwoQueues[S], Generic[S]):
     def __init__(self) -> None:
         super().__init__()
         self._ghosts = (Ghosts(), Ghosts())
+        self._used: set[S] = set()
+        """Kept segments that were used while they were there, or below which one was."""
         self._target = 0.0
         """Blocks that new segments may hold."""
         self._most = 0
         """Blocks held at most so far: what the tier can hold."""
 
-    @override
-    def _rank_new(self, segment: S) -> Any:
-        return segment.last_use if self._lives[segment].queue == NEW else None
-
-    @override
-    def is_remembered(self, segment: S) -> bool:
-        key, blocks = segment.key(segment.start), segment.stop - segment.start
+    def _is_remembered(self, segment: S) -> bool:
+        """Say whether a new segment resumes what was evicted lately, and learn from it."""
         new, kept = self._ghosts
-        sizes = max(1, new.blocks), max(1, kept.blocks)
-        if new.take(key):
-            step = blocks * max(1.0, sizes[KEPT] / sizes[NEW])
-            self._target = min(float(self._most), self._target + step)
-            return True
-        if kept.take(key):
-            step = blocks * max(1.0, sizes[NEW] / sizes[KEPT])
-            self._target = max(0.0, self._target - step)
-            return True
-        return False
-
-    @override
-    def used(self, segment: S, life: Life) -> None:
-        if life.queue == NEW:
-            self.move(life, KEPT)
-            if segment.is_evictable:
-                self.push(segment, life)
+        blocks = segment.stop - segment.start
+        news, kepts = new.blocks, kept.blocks
+        if new.take(segment):
+            self._target = min(self._most, self._target + blocks * max(1.0, kepts / news))
+        elif kept.take(segment):
+            self._target = max(0.0, self._target - blocks * max(1.0, news / kepts))
+        else:
+            return False
+        return True
 
     @override
     def insert(self, segment: S) -> None:
-        super().insert(segment)
-        self._most = max(self._most, sum(self._blocks))
-
-    @override
-    def victim(self) -> S | None:
-        return self.choose(self._target)
-
-    @override
-    def evict(self, segment: S, blocks: int) -> None:
-        queue = self._lives[segment].queue
+        queue = self.made_with(segment)
+        if queue is None:
+            queue = self._kept if self._is_remembered(segment) else self._new
+        self.enter(segment, queue, segment.last_use)
+        self._most = max(self._most, self._blocks)
         new, kept = self._ghosts
-        self._ghosts[queue].add(segment.key(segment.stop - blocks), blocks, self._most)
-        new.shrink(self._most - min(self._most, self._blocks[NEW]))
-        kept.shrink(2 * self._most - sum(self._blocks) - new.blocks)
+        new.shrink(self._most - self._new.blocks)
+        kept.shrink(2 * self._most - self._blocks - new.blocks)
+
+    @override
+    def touch(self, segment: S) -> None:
+        self._used.add(segment)
+        if segment in self._new.places:
+            self.move(segment, self._kept, segment.last_use)
+        else:
+            self._kept.places[segment] = segment.last_use
+
+    @override
+    def release(self, segment: S) -> None:
+        self._queue[segment].places[segment] = segment.last_use
+        super().release(segment)
+
+    @override
+    def remove(self, segment: S) -> None:
+        super().remove(segment)
+        if segment in self._used:
+            self._used.remove(segment)
+            if segment.parent in self._queue:
+                self.touch(segment.parent)
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        segment = self.choose(is_new=self._new.blocks > self._target)
+        if segment is not None:
+            ghosts = self._ghosts[segment in self._kept.places]
+            ghosts.add(segment, min(blocks, self._sizes[segment]))
+        return segment
+
+
+class Slru(_Queues[S], Generic[S]):
+    """Evict from the lowest of four LRU queues. A use lifts by one; what is over a quarter sinks."""
+
+    QUEUES = 4
+    """Huang et al.'s S4LRU."""
+
+    def __init__(self) -> None:
+        super().__init__(self.QUEUES)
+
+    def level(self, segment: S) -> int:
+        """Return the number of the queue that a segment is in, from the lowest."""
+        return self._queues.index(self._queue[segment])
+
+    def limit(self) -> float:
+        """Return how many blocks a queue may have. The lowest has what is over."""
+        return self._blocks / self.QUEUES
+
+    @override
+    def insert(self, segment: S) -> None:
+        self.enter(segment, self._queues[0], self._end())
+
+    @override
+    def touch(self, segment: S) -> None:
+        queues, limit = self._queues, self.limit()
+        level = min(self.level(segment) + 1, self.QUEUES - 1)
+        self.move(segment, queues[level], self._end())
+        for upper, lower in zip(queues[level:0:-1], queues[level - 1 :: -1], strict=True):
+            while upper.blocks > limit and (last := upper.first()) is not None:
+                self.move(last, lower, self._end())
+
+    @override
+    def remove(self, segment: S) -> None:
+        queue, level = self._queue[segment], self.level(segment)
+        place = queue.places[segment]
+        super().remove(segment)
+        parent = segment.parent
+        if parent in self._queue and self.level(parent) < level:
+            self.move(parent, queue, place)
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        for queue in self._queues:
+            segment = queue.first()
+            if segment is not None:
+                return segment
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,16 +11,26 @@ from kvstore.policy.fifo import Clock, Fifo, Sieve
 from kvstore.policy.frequency import Cost, Gdsf, Lfu
 from kvstore.policy.lru import Lru, Ttl
 from kvstore.policy.protocol import Policy
-from kvstore.policy.queues import Arc, S3Fifo, TwoQ
+from kvstore.policy.queues import Arc, S3Fifo, Slru, TwoQ
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A policy as a user sees it."""
 
-    make: Callable[[], Policy[Any]]
+    make: type[Policy[Any]]
     summary: str
     source: str
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The constants of its class and of those it is made of, as published."""
+        return {
+            name.lower(): value
+            for kind in reversed(self.make.__mro__)
+            for name, value in vars(kind).items()
+            if name.isupper()
+        }
 
 
 POLICIES: Mapping[str, Entry] = MappingProxyType(
@@ -48,6 +58,11 @@ POLICIES: Mapping[str, Entry] = MappingProxyType(
             TwoQ,
             "a queue for the new, LRU for what comes back after it",
             "Johnson, Shasha, VLDB 1994",
+        ),
+        "slru": Entry(
+            Slru,
+            "four LRU lists; a use lifts by one, what overflows sinks by one",
+            "Huang et al., SOSP 2013",
         ),
         "gdsf": Entry(
             Gdsf, "uses and the age of the cache at the last one", "Cherkasova, HPL-98-69"

@@ -55,9 +55,8 @@ def simulate_flat(trace: Trace, policy: Policy[Any], capacity: int) -> tuple[lis
                 found += 1
             elif capacity:
                 if len(held) == capacity:
-                    victim = policy.victim()
+                    victim = policy.victim(1)
                     assert victim is not None, "any block may go"
-                    policy.evict(victim, 1)
                     policy.remove(victim)
                     victim.is_evictable = False
                     del held[victim.block]

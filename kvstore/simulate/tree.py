@@ -1,16 +1,17 @@
 """The index of a tier over a trace whose paths are known: the same events, without any key.
 
 ``PrefixIndex`` compares keys, block by block, because it does not know what comes. Here every path
-is a row of segments that were cut beforehand, so a match is a look at the last segments of a row,
-and a piece of the tree is two depths. A policy cannot tell the two apart: it hears the same events
+is a row of segments that were cut beforehand, so a match is a walk up from the last of them, and a piece
+of the tree is two depths. A policy cannot tell the two apart: it hears the same events
 about the same pieces in the same order, which ``tests/simulate`` checks for each policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from kvstore.index import NEVER
 from kvstore.policy.protocol import Policy
@@ -23,7 +24,6 @@ class Piece:
     __slots__ = (
         "bottom",
         "children",
-        "expires",
         "is_evictable",
         "last_use",
         "parent",
@@ -31,6 +31,8 @@ class Piece:
         "start",
         "stop",
     )
+
+    expires = NEVER
 
     def __init__(
         self, parent: Piece | None, bottom: int, start: int, stop: int, now: int, rows: Rows
@@ -42,7 +44,6 @@ class Piece:
         self.stop = stop
         self.children = 0
         self.last_use = now
-        self.expires = NEVER
         self.is_evictable = True
         self.rows = rows
 
@@ -55,14 +56,19 @@ class Piece:
 
 
 class Rows:
-    """Paths as lists, which plain Python reads fastest; shared by all simulations of a trace."""
+    """Paths as lists, which plain Python reads fastest; shared by all simulations of a trace.
+
+    Number -1 is the root, above all segments. It has no blocks, and no depth is above its start.
+    """
 
     def __init__(self, paths: Paths) -> None:
-        refs, offsets = paths.refs.tolist(), paths.offsets.tolist()
-        self.paths: list[list[int]] = [refs[start:stop] for start, stop in pairwise(offsets)]
-        self.starts: list[int] = paths.starts.tolist()
-        self.stops: list[int] = paths.stops.tolist()
-        self.parents: list[int] = paths.parents.tolist()
+        refs = np.append(paths.refs, -1)
+        is_empty = np.diff(paths.offsets) == 0
+        self.lasts: list[int] = np.where(is_empty, -1, refs[paths.offsets[1:] - 1]).tolist()
+        """The deepest segment of each request, which tells its whole path."""
+        self.starts: list[int] = [*paths.starts.tolist(), -1]
+        self.stops: list[int] = [*paths.stops.tolist(), 0]
+        self.parents: list[int] = [*paths.parents.tolist(), -1]
         first = paths.blocks.cumsum() - paths.blocks
         self.firsts: list[int] = (first - paths.starts).tolist()
         """What to add to a block's depth for its number among all blocks, by segment."""
@@ -85,70 +91,64 @@ def simulate_policy(
     Cost: O(log n) a request, and as much for each piece that comes or goes.
     """
     hits: list[int] = []
-    starts, stops = rows.starts, rows.stops
-    holder: list[Piece | None] = [None] * len(starts)
-    """The piece that has the last cached block of each segment of the trace."""
+    starts, stops, parents = rows.starts, rows.stops, rows.parents
     root = Piece(None, -1, 0, 0, 0, rows)
     root.is_evictable = False
+    holder: list[Piece | None] = [None] * len(starts)
+    """The piece that has the last cached block of each segment of the trace."""
+    holder[-1] = root
     free = capacity
     now = 0
-    for request, path in enumerate(rows.paths):
-        # What is cached is a prefix of the path, so look from its end.
-        at = len(path) - 1
-        while at >= 0 and (piece := holder[path[at]]) is None:
-            at -= 1
-        if at < 0:
-            hit, piece = 0, root
-        else:
-            assert piece is not None
-            bottom = path[at]
-            hit = piece.stop
-            if stops[bottom] < hit:
-                hit = stops[bottom]
-                piece = _split(piece, bottom, hit, holder, rows, policy)
+    for request, deepest in enumerate(rows.lasts):
+        last = at = deepest
+        while (piece := holder[at]) is None:
+            at = parents[at]
+        hit = piece.stop
+        if stops[at] < hit:
+            hit = stops[at]
+            piece = _split(piece, at, holder, rows, policy)
+        if hit:
             now += 1
             piece.last_use = now
             policy.touch(piece)
         hits.append(hit)
-        stop = min(stops[path[-1]], capacity) if path else 0
-        if stop <= hit:
-            continue
+        stop = stops[last]
+        if stop > capacity:
+            stop = capacity
+            while starts[last] >= stop:
+                last = parents[last]
         missing = stop - hit
+        if missing <= 0:
+            continue
         now += 1
         piece.children += 1  # counted before it is there, which pins the path
         piece.is_evictable = False
         if missing > free:
             free += _evict(missing - free, holder, rows, policy, request, evicted)
         free -= missing
-        last = len(path) - 1
-        while starts[path[last]] >= stop:
-            last -= 1
-        fresh = Piece(piece, path[last], hit, stop, now, rows)
-        if at < 0 or stops[path[at]] <= hit:
-            at += 1
-        for segment in path[at : last + 1]:
-            holder[segment] = fresh
+        fresh = Piece(piece, last, hit, stop, now, rows)
+        while starts[last] >= hit:
+            holder[last] = fresh
+            last = parents[last]
+        if stops[last] > hit:  # it goes on inside a segment of the trace
+            holder[last] = fresh
         policy.insert(fresh)
     return hits
 
 
 def _split(
-    lower: Piece,
-    bottom: int,
-    at: int,
-    holder: list[Piece | None],
-    rows: Rows,
-    policy: Policy[Any],
+    lower: Piece, bottom: int, holder: list[Piece | None], rows: Rows, policy: Policy[Any]
 ) -> Piece:
-    """Cut the blocks above depth ``at`` off as a new upper piece, as an index does."""
-    upper = Piece(lower.parent, bottom, lower.start, at, lower.last_use, rows)
+    """Cut the blocks down to the end of ``bottom`` off as a new upper piece, as an index does."""
+    starts, parents = rows.starts, rows.parents
+    at, start = rows.stops[bottom], lower.start
+    upper = Piece(lower.parent, bottom, start, at, lower.last_use, rows)
     upper.children = 1
     upper.is_evictable = False
     lower.parent, lower.start = upper, at
-    starts, start = rows.starts, upper.start
     holder[bottom] = upper
     while starts[bottom] > start:
-        bottom = rows.parents[bottom]
+        bottom = parents[bottom]
         holder[bottom] = upper
     policy.split(upper, lower)
     return upper
@@ -164,22 +164,20 @@ def _evict(
 ) -> int:
     """Remove ``blocks`` blocks in the policy's order, each piece from its tail."""
     starts, parents = rows.starts, rows.parents
-    gone = 0
-    while gone < blocks:
-        victim: Piece | None = policy.victim()
+    left = blocks
+    while left:
+        victim: Piece | None = policy.victim(left)
         assert victim is not None, "all but the path may go"
-        size = victim.stop - victim.start
-        count = min(size, blocks - gone)
-        policy.evict(victim, count)
-        stop, at = victim.stop - count, victim.bottom
+        at, start = victim.bottom, victim.start
+        stop = max(start, victim.stop - left)
         if evicted is not None:
             for number in reversed(range(stop, victim.stop)):
                 evicted(request, victim.key(number))
-        gone += count
-        while at >= 0 and starts[at] >= stop:
+        left -= victim.stop - stop
+        while starts[at] >= stop:
             holder[at] = None
             at = parents[at]
-        if count < size:
+        if stop > start:
             victim.stop, victim.bottom = stop, at
             policy.resize(victim)
             continue
@@ -187,11 +185,11 @@ def _evict(
         assert parent is not None
         policy.remove(victim)
         victim.is_evictable = False
-        if at >= 0 and holder[at] is victim:  # it began inside a segment of the trace
+        if holder[at] is victim:  # it began inside a segment of the trace
             holder[at] = parent
-        parent.children -= 1
         parent.last_use = max(parent.last_use, victim.last_use)
+        parent.children -= 1
         if not parent.children and parent.parent is not None:
             parent.is_evictable = True
             policy.release(parent)
-    return gone
+    return blocks

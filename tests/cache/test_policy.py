@@ -68,16 +68,12 @@ class Failing(Lru[Segment]):
         self._call("release", segment)
 
     @override
-    def evict(self, segment: Segment, blocks: int) -> None:
-        self._call("evict", segment, blocks)
-
-    @override
     def remove(self, segment: Segment) -> None:
         self._call("remove", segment)
 
     @override
-    def victim(self) -> Segment | None:
-        found: Segment | None = self._call("victim")
+    def victim(self, blocks: int) -> Segment | None:
+        found: Segment | None = self._call("victim", blocks)
         return found
 
 
@@ -148,7 +144,7 @@ class Choosing(Lru[Segment]):
         self.seen.append(segment)
 
     @override
-    def victim(self) -> Segment | None:
+    def victim(self, blocks: int) -> Segment | None:
         found: Segment | None = self.choice(self.seen)
         return found
 

@@ -35,10 +35,12 @@ def drive_tree(paths: list[list[int]], policy: Policy[Any], capacity: int) -> Dr
     cut = paths_of(trace_of(paths))
     rows = Rows(cut)
     names: dict[int, Prefix] = {}
-    for symbols, row in zip(paths, rows.paths, strict=True):
-        for segment in row:
+    for symbols, last in zip(paths, rows.lasts, strict=True):
+        segment = last
+        while segment >= 0:
             for depth in range(rows.starts[segment], rows.stops[segment]):
                 names[rows.firsts[segment] + depth] = tuple(symbols[: depth + 1])
+            segment = rows.parents[segment]
     assert len(names) == cut.trace.distinct_blocks
     driven = Driven(evicted=[[] for _ in paths])
     driven.hits = simulate_policy(
@@ -172,7 +174,7 @@ def hot_and_scan() -> list[list[int]]:
     return paths
 
 
-@pytest.mark.parametrize("name", ["arc", "s3fifo", "lfu", "gdsf", "cost", "2q"])
+@pytest.mark.parametrize("name", ["arc", "s3fifo", "lfu", "gdsf", "cost", "2q", "slru"])
 def test_what_is_used_often_outlives_what_passes_once(name: str) -> None:
     # SGLang pull request 18843: a count of uses was never raised, and LFU was LRU in disguise.
     rows = Rows(paths_of(trace_of(hot_and_scan())))

@@ -240,11 +240,11 @@ def flat_sieve(trace: Trace, capacity: int) -> list[int]:
                 marked.add(block)
                 continue
             if len(queue) == capacity:
-                hand %= len(queue)
                 while queue[hand] in marked:
                     marked.discard(queue[hand])
                     hand = (hand + 1) % len(queue)
                 del queue[hand]
+                hand %= max(1, len(queue))  # past the newest it begins again, before the next comes
             queue.append(block)
         hits.append(hit)
     return hits

@@ -1,0 +1,135 @@
+"""What the simulator is held against: blocks one by one, and policies filled as libCacheSim fills them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from typing_extensions import override
+
+from kvstore.policy.queues import S3Fifo, Slru
+from kvstore.trace.columns import Trace
+
+
+class Block:
+    """A cached block."""
+
+    __slots__ = ("block", "children", "depth", "parent", "stored", "used", "uses")
+
+    def __init__(self, block: int, parent: Block | None, depth: int, now: int) -> None:
+        self.block, self.parent, self.depth = block, parent, depth
+        self.children = 0
+        self.stored = self.used = now
+        self.uses = 1
+
+
+class LeafFirst:
+    """A cache of single blocks: of those without a cached child the lowest rank goes, deepest first.
+
+    The specification word for word: no segments, no policies, every block touched by itself.
+    """
+
+    def __init__(self, rank: Callable[[Block], Any], capacity: int) -> None:
+        self._rank = rank
+        self._capacity = capacity
+        self._cached: dict[int, Block] = {}
+        self._leaves: list[tuple[Any, int, int]] = []
+
+    def _push(self, block: Block) -> None:
+        heapq.heappush(self._leaves, (self._rank(block), -block.depth, block.block))
+
+    def _evict(self, pinned: set[int]) -> None:
+        spared = []
+        while True:
+            entry = heapq.heappop(self._leaves)
+            block = self._cached.get(entry[2])
+            if block is None or block.children:
+                continue
+            if (self._rank(block), -block.depth) != entry[:2]:
+                self._push(block)
+            elif block.block in pinned:
+                spared.append(block)
+            else:
+                break
+        del self._cached[block.block]
+        if block.parent is not None:
+            block.parent.children -= 1
+            self._push(block.parent)
+        for other in spared:
+            self._push(other)
+
+    def request(self, path: list[int], now: int) -> int:
+        """Look a path up, store what is missing of it, and return how much was there."""
+        hit, parent = 0, None
+        while hit < len(path) and (block := self._cached.get(path[hit])) is not None:
+            block.used, parent = now, block
+            block.uses += 1
+            hit += 1
+        pinned = set(path)
+        for depth, number in enumerate(path[hit : self._capacity], hit):
+            if len(self._cached) == self._capacity:
+                self._evict(pinned)
+            fresh = self._cached[number] = Block(number, parent, depth, now)
+            if parent is not None:
+                parent.children += 1
+            parent = fresh
+        if parent is not None:
+            self._push(parent)
+        return hit
+
+
+def leaf_first(trace: Trace, rank: Callable[[Block], Any], capacity: int) -> int:
+    """Return how many blocks of a trace hit, in leading runs."""
+    cache = LeafFirst(rank, capacity)
+    paths = pairwise(trace.offsets.tolist())
+    return sum(
+        cache.request(trace.blocks[start:stop].tolist(), now)
+        for now, (start, stop) in enumerate(paths)
+    )
+
+
+class FilledS3Fifo(S3Fifo[Any]):
+    """S3-FIFO as libCacheSim has it since 2024, which differs from the paper until the cache is full.
+
+    What comes when the small queue is full goes to the main one, where it stays long.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._room = int(capacity * self.NEW_SHARE)
+        self._is_full = False
+
+    @override
+    def insert(self, segment: Any) -> None:
+        super().insert(segment)
+        if not self._is_full and self._new.blocks > self._room:
+            self.move(segment, self._kept, self._end())
+
+    @override
+    def victim(self, blocks: int) -> Any:
+        self._is_full = True
+        return super().victim(blocks)
+
+
+class FilledSlru(Slru[Any]):
+    """SLRU as libCacheSim has it: a new block enters the lowest queue with room, not the lowest."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._room = capacity // self.QUEUES
+
+    @override
+    def limit(self) -> float:
+        return self._room
+
+    @override
+    def insert(self, segment: Any) -> None:
+        super().insert(segment)
+        lowest, *others = self._queues
+        if lowest.blocks > self._room:
+            for queue in others:
+                if queue.blocks < self._room:
+                    self.move(segment, queue, self._end())
+                    break

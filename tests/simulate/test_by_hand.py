@@ -1,0 +1,69 @@
+"""Policies on traces worked by hand from their papers. Each block is a path of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.policy.registry import make_policy
+from kvstore.simulate.flat import simulate_flat
+from kvstore.simulate.tree import Rows, simulate_policy
+from kvstore.trace.paths import paths_of
+from tests.simulate.support import trace_of
+
+
+def hits(name: str, asked: list[int], capacity: int) -> list[int]:
+    """Return 1 for each request that hits, the same with prefixes and without."""
+    trace = trace_of([[each] for each in asked])
+    _, flat = simulate_flat(trace, make_policy(name), capacity)
+    assert simulate_policy(Rows(paths_of(trace)), make_policy(name), capacity) == flat
+    return flat
+
+
+def test_2q_looks_a_ghost_up_before_making_room_forgets_it() -> None:
+    # Four blocks: one new one at least, two ghosts. 5 and 6 send 1 and 2 to the ghosts. To make room
+    # for 1, 3 becomes a ghost, and 1 the oldest of three; it was asked for before, so it is kept.
+    # 7 to 10 pass through the new ones and 1 is still there.
+    asked = [1, 2, 3, 4, 5, 6, 1, 7, 8, 9, 10, 1]
+    assert hits("2q", asked, 4) == [0] * 11 + [1]
+
+
+def test_2q_keeps_nothing_for_uses_while_it_is_new() -> None:
+    # 1 is used, but a use of a new block may be of the same burst: it goes first all the same.
+    assert hits("2q", [1, 2, 3, 4, 1, 1, 5, 1], 4) == [0, 0, 0, 0, 1, 1, 0, 0]
+
+
+def test_s3fifo_goes_on_in_the_small_queue_until_a_block_goes() -> None:
+    # Twenty blocks, two of them new. All but 20 are used twice, so 21 sends 19 to the main queue and
+    # 20 away, and 22 sends 1 away, as only 21 was new. 21 is used twice. So for 23, 21 moves to the
+    # main queue; the small one is short of two now, but its turn ends when a block goes: 22.
+    fill, again = list(range(1, 21)), list(range(1, 20))
+    asked = [*fill, *again, *again, 21, 22, 21, 21, 23, 2, 22]
+    assert hits("s3fifo", asked, 20) == [0] * 20 + [1] * 38 + [0, 0, 1, 1, 0, 1, 0]
+
+
+def test_slru_lifts_by_one_and_what_overflows_sinks_by_one() -> None:
+    # Four queues of one. 1 is used twice and stands in the third; 2 stands in the second until 3 is
+    # used. So of 2, 4 and 5, which are in the lowest, 4 goes first, then 2.
+    asked = [1, 2, 3, 4, 1, 1, 2, 3, 5, 6, 1, 3, 2]
+    assert hits("slru", asked, 4) == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_arc_grows_the_side_that_was_cut_too_early() -> None:
+    # 1 and 2 are used again. 3, 4 and 5 pass, 3 goes as the oldest that was used once. It comes back:
+    # one more block may be new, so the next to go is 1, the oldest that was used again, not 4.
+    asked = [1, 2, 1, 2, 3, 4, 5, 3, 4]
+    assert hits("arc", asked, 4) == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["clock", "sieve", "fifo"])
+def test_one_queue_in_the_order_of_storing(name: str) -> None:
+    # Three blocks, 1 used. FIFO sends 1 away for 4; the others spare it and send 2.
+    found = {"fifo": [0, 0, 0, 1, 0, 1, 0], "clock": [0, 0, 0, 1, 0, 0, 1]}
+    asked = [1, 2, 3, 1, 4, 2, 1]
+    assert hits(name, asked, 3) == found.get(name, found["clock"])
+
+
+def test_the_hand_of_sieve_begins_again_when_it_took_the_newest() -> None:
+    # 1 and 2 were used: for 4 the hand spares them and takes 3, the newest. Before 4 comes it is at the
+    # oldest again, so 5 takes 1, and 4 is still there.
+    assert hits("sieve", [1, 2, 3, 1, 2, 4, 5, 4, 2, 1], 3) == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0]
