@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.simulate_models import FilledS3Fifo, FilledSlru, leaf_first
+from bench.simulate_models import leaf_first
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.flat import simulate_flat
+from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.run import OPTIMAL, Simulation, simulate
 from kvstore.simulate.sizes import Size, size_of
 from kvstore.simulate.tree import simulate_policy
@@ -71,7 +71,6 @@ SMALL = (
 LARGE = "weka_claude_code_all"
 BUDGETS = {CONVERSATION: "16,64,128,512,2048", WEKA: "4,8,16,32,64,96,128,192"}
 """GiB of the rival's model glm-5.2; a block of 512 tokens takes 46.5 MiB."""
-FILLED: dict[str, Callable[[int], Policy[Any]]] = {"s3fifo": FilledS3Fifo, "slru": FilledSlru}
 
 # Runs in the peers' interpreter: a file of int64 ids and of paths' ends, and what to do with them.
 PEER = r"""
@@ -342,12 +341,8 @@ def against_flat(bench: Bench, bar: str, limits: dict[str, float]) -> Bars:
         found = peer(bench.python, trace, what="forward", policies=peers, sizes=sizes)
         for policy, limit in limits.items():
             theirs = [found[f"{PEERS[policy]} {size}"][1] for size in sizes]
-            ours = [flat_ratio(trace, make_policy(policy), size) for size in sizes]
+            ours = [flat_ratio(trace, flat_policy(policy, size), size) for size in sizes]
             yield Bar(bar, f"{policy} flat, {name}", worst(np.subtract(ours, theirs)), limit)
-            if policy in FILLED:
-                ours = [flat_ratio(trace, FILLED[policy](size), size) for size in sizes]
-                what = f"{policy} flat, filled as the peer fills it, {name}"
-                yield Bar(bar, what, worst(np.subtract(ours, theirs)), limit)
 
 
 def a5(bench: Bench) -> Bars:

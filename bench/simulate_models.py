@@ -1,4 +1,4 @@
-"""What the simulator is held against: blocks one by one, and policies filled as libCacheSim fills them."""
+"""What the simulator is held against: blocks one by one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from typing_extensions import override
-
-from kvstore.policy.queues import S3Fifo, Slru
 from kvstore.trace.columns import Trace
 
 
@@ -88,48 +85,3 @@ def leaf_first(trace: Trace, rank: Callable[[Block], Any], capacity: int) -> int
         cache.request(trace.blocks[start:stop].tolist(), now)
         for now, (start, stop) in enumerate(paths)
     )
-
-
-class FilledS3Fifo(S3Fifo[Any]):
-    """S3-FIFO as libCacheSim has it since 2024, which differs from the paper until the cache is full.
-
-    What comes when the small queue is full goes to the main one, where it stays long.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._room = int(capacity * self.NEW_SHARE)
-        self._is_full = False
-
-    @override
-    def insert(self, segment: Any) -> None:
-        super().insert(segment)
-        if not self._is_full and self._new.blocks > self._room:
-            self.move(segment, self._kept, self._end())
-
-    @override
-    def victim(self, blocks: int) -> Any:
-        self._is_full = True
-        return super().victim(blocks)
-
-
-class FilledSlru(Slru[Any]):
-    """SLRU as libCacheSim has it: a new block enters the lowest queue with room, not the lowest."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._room = capacity // self.QUEUES
-
-    @override
-    def limit(self) -> float:
-        return self._room
-
-    @override
-    def insert(self, segment: Any) -> None:
-        super().insert(segment)
-        lowest, *others = self._queues
-        if lowest.blocks > self._room:
-            for queue in others:
-                if queue.blocks < self._room:
-                    self.move(segment, queue, self._end())
-                    break

@@ -2,15 +2,23 @@
 
 Each block is looked up and stored by itself, in prompt order, and any may go. So a block is hit
 though one before it is gone, where no engine could use it; ``runs`` count what it could.
+
+Two policies are filled as libCacheSim fills them, which differs from their papers and from what tiers
+do (docs/decisions/0035): so the same algorithms are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from typing_extensions import override
+
 from kvstore.index import NEVER
 from kvstore.policy.protocol import Policy
+from kvstore.policy.queues import S3Fifo, Slru
+from kvstore.policy.registry import make_policy
 from kvstore.trace.columns import Trace
 
 
@@ -65,3 +73,63 @@ def simulate_flat(trace: Trace, policy: Policy[Any], capacity: int) -> tuple[lis
         runs.append(run)
         hits.append(found)
     return runs, hits
+
+
+class _FilledS3Fifo(S3Fifo[Any]):
+    """S3-FIFO as libCacheSim has it since 2024, which differs from the paper until the cache is full.
+
+    What comes when the small queue is full goes to the main one, where it stays long.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._room = int(capacity * self.NEW_SHARE)
+        self._is_full = False
+
+    @override
+    def insert(self, segment: Any) -> None:
+        super().insert(segment)
+        if not self._is_full and self._new.blocks > self._room:
+            self.move(segment, self._kept, self._end())
+
+    @override
+    def victim(self, blocks: int) -> Any:
+        self._is_full = True
+        return super().victim(blocks)
+
+
+class _FilledSlru(Slru[Any]):
+    """SLRU as libCacheSim has it: a new block enters the lowest queue with room, not the lowest."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._room = capacity // self.QUEUES
+
+    @override
+    def limit(self) -> float:
+        return self._room
+
+    @override
+    def insert(self, segment: Any) -> None:
+        super().insert(segment)
+        lowest, *others = self._queues
+        if lowest.blocks > self._room:
+            for queue in others:
+                if queue.blocks < self._room:
+                    self.move(segment, queue, self._end())
+                    break
+
+
+_FILLED: Mapping[str, Callable[[int], Policy[Any]]] = {
+    "s3fifo": _FilledS3Fifo,
+    "slru": _FilledSlru,
+}
+
+
+def flat_policy(name: str, capacity: int) -> Policy[Any]:
+    """Return a new policy for so many blocks, filled as libCacheSim fills it.
+
+    Raises:
+        ValueError: naming the policies there are.
+    """
+    return _FILLED[name](capacity) if name in _FILLED else make_policy(name)

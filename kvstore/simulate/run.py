@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.curve import Curve, lru_curve, summed
-from kvstore.simulate.flat import simulate_flat
+from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
 from kvstore.simulate.sizes import Size
 from kvstore.simulate.tree import Rows, simulate_policy
@@ -150,7 +150,7 @@ class Simulation:
             if policy == OPTIMAL:
                 msg = "optimal is a bound on prefixes; expected a policy with flat semantics"
                 raise ValueError(msg)
-            runs, found = simulate_flat(self.trace, make_policy(policy), size.blocks)
+            runs, found = simulate_flat(self.trace, flat_policy(policy, size.blocks), size.blocks)
             hits, blocks = np.array(runs, np.int64), np.array(found, np.int64)
         else:
             hits = self.hits(policy, size.blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.policy.registry import make_policy
-from kvstore.simulate.flat import simulate_flat
+from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import paths_of
 from tests.simulate.support import trace_of
@@ -67,3 +67,23 @@ def test_the_hand_of_sieve_begins_again_when_it_took_the_newest() -> None:
     # 1 and 2 were used: for 4 the hand spares them and takes 3, the newest. Before 4 comes it is at the
     # oldest again, so 5 takes 1, and 4 is still there.
     assert hits("sieve", [1, 2, 3, 1, 2, 4, 5, 4, 2, 1], 3) == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity", "asked_again"),
+    [
+        # A tenth is one block: 1 is in the small queue, 2 to 10 in the main one; so 11 goes for 12.
+        ("s3fifo", 10, 2),
+        # A quarter is two blocks: 1 and 2 are in the lowest queue, 3 and 4 in the next one; so 9 goes.
+        ("slru", 8, 3),
+    ],
+)
+def test_flat_caches_are_filled_as_libcachesims_are(
+    name: str, capacity: int, asked_again: int
+) -> None:
+    more = asked_again
+    trace = trace_of([*([n] for n in range(1, capacity + more + 1)), [asked_again]])
+    _, filled = simulate_flat(trace, flat_policy(name, capacity), capacity)
+    _, published = simulate_flat(trace, make_policy(name), capacity)
+    assert sum(filled) == filled[-1] == 1
+    assert sum(published) == 0
