@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine, Result
-from kvstore.reference.model import Chunk, ReferenceModel
-from kvstore.reference.state import Floors, SequenceState
+from kvstore.reference.state import Chunk, Floors, SequenceState
+from kvstore.reference.weights import random_weights
 from tests.reference.oracle import Oracle
 from tests.reference.support import LOGITS_EQUAL, difference, prompt_tokens
 
@@ -77,7 +77,7 @@ def test_bounded_replay_equals_its_definition(hit: int) -> None:
     state.entries.restore(engine.prefill(tokens).entries, hit)
     rows = engine.model.encode([Chunk(state, start, PROMPT)])
     last = [Chunk(state, PROMPT - 8, PROMPT)]
-    logits = engine.model.decode(rows[-8:], last)[-1]
+    logits = engine.model.decode(rows.rows(-8), last)[-1]
 
     assert np.abs(logits.numpy() - expected).max() < LOGITS_EQUAL
     for ratio, owners in ((2, (2, 4)), (1, (6,))):
@@ -135,10 +135,10 @@ def test_several_sequences_in_one_pass_are_each_what_they_are_alone() -> None:
         return Chunk(state, 0, length)
 
     together = [chunk(length) for length in lengths]
-    outputs = torch.tensor_split(engine.model.encode(together), (5, 37))
+    outputs = torch.tensor_split(engine.model.encode(together).mixed(), (5, 37))
     for length, batched, rows in zip(lengths, together, outputs, strict=True):
         alone = chunk(length)
-        assert torch.allclose(engine.model.encode([alone]), rows, atol=LOGITS_EQUAL, rtol=0)
+        assert torch.allclose(engine.model.encode([alone]).mixed(), rows, atol=LOGITS_EQUAL, rtol=0)
         for name, stored in alone.state.entries.export(0, length).items():
             assert np.array_equal(batched.state.entries.export(0, length)[name], stored)
 
@@ -163,7 +163,7 @@ def test_a_poisoned_window_row_below_the_read_floor_changes_nothing(poison: floa
         state.windows[SMALL.last_owner :, : PROMPT - 8] = fill
         state.entries.restore(entries, hit)
         rows = engine.model.encode([Chunk(state, start, PROMPT)])
-        return engine.model.decode(rows[-8:], [Chunk(state, PROMPT - 8, PROMPT)])
+        return engine.model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)])
 
     assert torch.equal(run(poison), run(3.0))
 
@@ -212,7 +212,7 @@ def test_weights_of_a_seed_are_the_same_in_another_process() -> None:
     )
 
     def digest(seed: int) -> str:
-        model = ReferenceModel(ReferenceConfig.tiny(), seed=seed, dtype=torch.float64)
-        return hashlib.sha256(model.weights.head.numpy().tobytes()).hexdigest()
+        weights = random_weights(ReferenceConfig.tiny(), seed, torch.float64)
+        return hashlib.sha256(weights.head.numpy().tobytes()).hexdigest()
 
     assert other.stdout.strip() == digest(11) != digest(12)
