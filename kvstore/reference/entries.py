@@ -41,9 +41,11 @@ class GlobalEntries:
     def __init__(self, layout: kvstore.Layout, capacity: int, dtype: torch.dtype) -> None:
         self._groups = {group.name: group for group in layout.global_groups}
         self._dtype = dtype
+        # One entry more than are ever complete: a query that sees none still has one to look past.
         self._bytes = {
             name: np.zeros(
-                (len(group.layers), capacity // group.tokens_per_entry, group.entry_bytes), np.uint8
+                (len(group.layers), capacity // group.tokens_per_entry + 1, group.entry_bytes),
+                np.uint8,
             )
             for name, group in self._groups.items()
         }

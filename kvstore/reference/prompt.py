@@ -14,16 +14,16 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+EFFORTS: Mapping[str, int] = MappingProxyType({"low": 50, "high": 75, "max": 100})
+"""Source: the release's API. On its first day the names stood for 25, 50 and 75."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
     """Bytes as tokens, after an effort by name or from 1 to 100."""
 
     version: str = "2"
-    efforts: Mapping[str, int] = field(
-        default=MappingProxyType({"low": 50, "high": 75, "max": 100})
-    )
-    """Source: the release's API. On its first day the names stood for 25, 50 and 75."""
+    efforts: Mapping[str, int] = field(default_factory=lambda: EFFORTS)
 
     @property
     def identity(self) -> str:
