@@ -107,6 +107,8 @@ class SequenceState:
         if layer < self._config.last_owner:
             skip = max(0, self.floors.window_write_floor - start)
             start, rows = start + skip, rows[skip:]
+            if not len(rows):
+                return
         stored = unpack_rows(self._group, pack_rows(self._group, rows), rows.dtype)
         self.windows[layer, start : start + len(rows)] = straight_through(rows, stored)
 
