@@ -98,7 +98,7 @@ class Drafter:
                 ),
                 ops.Keys(draft, torch.ones(draft.shape[:2], dtype=torch.bool)),
             ]
-            attended = ops.attend(projected.queries, places)
+            attended, _ = ops.attend(projected.queries, places)
             streams = streams.advance(
                 layer.close(attended, positions), weights.attention_mix, config
             )

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -202,15 +202,44 @@ class DiskTable:
         return unpack_mxfp8(stored, self._dtype)
 
 
-def write_table(path: Path, config: ReferenceConfig, row_count: int, seed: int) -> None:
-    """Write a random table, piece by piece. A file is there whole or not at all."""
+class TrainedTable:
+    """Rows in memory, as numbers that learn. What is read of them is what a ``DiskTable`` would hold.
+
+    Shapes:
+        values ``[rows, engram_head_dim]``.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Nothing to fetch."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return rows, rounded as on disk."""
+        exact = self.values[rows]
+        stored = pack_mxfp8(exact.detach())
+        return ops.straight_through(exact, unpack_mxfp8(stored, exact.dtype))
+
+
+def random_rows(config: ReferenceConfig, row_count: int, seed: int) -> Iterator[Tensor]:
+    """Yield the rows of a random table, piece by piece. Shapes: float32 ``[n, engram_head_dim]``."""
     rng = np.random.default_rng(seed)
+    for start in range(0, row_count, _WRITTEN_ROWS):
+        rows = min(_WRITTEN_ROWS, row_count - start)
+        yield torch.from_numpy(rng.standard_normal((rows, config.engram_head_dim), np.float32))
+
+
+def write_table(path: Path, pieces: Iterable[Tensor]) -> None:
+    """Write a table, piece by piece: the file is there whole or not at all.
+
+    Shapes:
+        pieces ``[n, engram_head_dim]``.
+    """
     partial = path.with_suffix(f".{os.getpid()}")
     with partial.open("wb") as file:
-        for start in range(0, row_count, _WRITTEN_ROWS):
-            rows = min(_WRITTEN_ROWS, row_count - start)
-            values = rng.standard_normal((rows, config.engram_head_dim), np.float32)
-            file.write(pack_mxfp8(torch.from_numpy(values)).tobytes())
+        for piece in pieces:
+            file.write(pack_mxfp8(piece).tobytes())
     partial.replace(path)
 
 
@@ -224,7 +253,7 @@ def open_tables(
         path = folder / f"engram-{layer}-{rows}x{config.engram_head_dim}-{seed}.bin"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_table(path, config, rows, seed * _MULTIPLIER_SEED + layer)
+            write_table(path, random_rows(config, rows, seed * _MULTIPLIER_SEED + layer))
         tables[layer] = DiskTable(path, rows, row_bytes, dtype)
     return tables
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvstore.reference import ops
@@ -23,11 +24,13 @@ class Selection:
     """What the queries of one pass have chosen so far.
 
     Shapes:
-        picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; pool int64
-        ``[rows, candidate_topk_blocks * candidate_block_size]``: the candidates, -1 for none.
+        picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; scores of
+        the same shape, arbitrary where there is no pick; pool int64 ``[rows, candidate_topk_blocks *
+        candidate_block_size]``: the candidates, -1 for none.
     """
 
     picks: Tensor | None = None
+    scores: Tensor | None = None
     pool: Tensor | None = None
 
 
@@ -57,13 +60,14 @@ class Indexer:
         config, weights = self._config, layer.weights.indexer
         assert weights is not None
         assert spec.owner is not None
-        queries = (projected.latent @ weights.query).reshape(
-            len(positions), config.index_n_heads, -1
-        )
+        # Choosing has no gradient. The indexer learns to say where attention goes, from inputs that
+        # do not learn from it.
+        latent, inputs = projected.latent.detach(), projected.inputs.detach()
+        queries = (latent @ weights.query).reshape(len(positions), config.index_n_heads, -1)
         queries = layer.rotate(layer.norm(queries, None), positions)
         # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
         queries = ops.straight_through(queries, round_mxfp4(queries, self._scale_rule))
-        shares = projected.inputs @ weights.head
+        shares = inputs @ weights.head
         name = f"index_r{spec.ratio}"
         if spec.mode is Mode.REINDEX:
             candidates = selection.pool
@@ -78,9 +82,20 @@ class Indexer:
             keys = entries.scan(name, spec.owner, count)
         scores = ops.index_scores(queries, shares, keys)
         selection.picks = ops.top_entries(scores, candidates, config.index_topk)
+        selection.scores = _scores_of(selection.picks, candidates, scores)
         if spec.layer == config.candidate_source_layer_id:
             block, blocks = config.candidate_block_size, config.candidate_topk_blocks
             selection.pool = ops.top_blocks(scores, candidates, block, blocks)
+
+
+def _scores_of(picks: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+    """Return the score of each pick, if anybody learns from it. Shapes: ``[rows, index_topk]``."""
+    if not scores.requires_grad:
+        return None
+    # Candidates are ascending but for gaps; a gap counts as the entry before it, to be searchable.
+    ascending = candidates.cummax(dim=1).values.contiguous()
+    columns = torch.searchsorted(ascending, picks.clamp(min=0)).clamp(max=scores.shape[1] - 1)
+    return scores.gather(1, columns)
 
 
 def read_entries(entries: GlobalEntries, spec: LayerSpec, picks: Tensor) -> ops.Keys:

@@ -55,8 +55,10 @@ class ReferenceModel:
         rule = config.layout().group(f"index_r{config.ratios[config.last_owner]}").scale_rule
         self._indexer = Indexer(config, rule)
 
-    def encode(self, chunks: Sequence[Chunk]) -> Streams:
+    def encode(self, chunks: Sequence[Chunk], losses: list[Tensor] | None = None) -> Streams:
         """Run the encoder; write its window rows and the global entries of every owner.
+
+        ``losses`` gets what each indexer is to learn from, if there is a gradient to take.
 
         Shapes:
             returns the encoder's output, rows of all chunks in order.
@@ -76,13 +78,17 @@ class ReferenceModel:
                 streams = self._engram.add(spec.layer, engram, streams, rows, is_image)
             if spec.mode is Mode.FULL:
                 self._write_global(spec, streams, chunks)
-            streams = self._run(spec, streams, chunks, selections)
+            streams = self._run(spec, streams, chunks, selections, losses)
         # All that a prompt leaves behind is written once the decoder's first owner has its entries.
         self._write_global(self.config.layers[self.config.last_owner], streams, chunks)
         return streams
 
-    def decode(self, streams: Streams, chunks: Sequence[Chunk]) -> Tensor:
+    def decode(
+        self, streams: Streams, chunks: Sequence[Chunk], losses: list[Tensor] | None = None
+    ) -> Tensor:
         """Run the decoder over encoder outputs; write its window rows, and the drafter's.
+
+        ``losses`` as in ``encode``.
 
         Shapes:
             streams of rows of all chunks in order; returns logits ``[rows, vocab]``.
@@ -92,7 +98,7 @@ class ReferenceModel:
         for spec in self.config.layers[self.config.last_owner :]:
             if spec.layer in self.config.dspark_target_layer_ids:
                 targets.append(streams.values.mean(dim=1))
-            streams = self._run(spec, streams, chunks, selections)
+            streams = self._run(spec, streams, chunks, selections, losses)
         if self.drafter is not None:
             self.drafter.remember(torch.cat(targets, dim=1), chunks)
         return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
@@ -122,6 +128,7 @@ class ReferenceModel:
         streams: Streams,
         chunks: Sequence[Chunk],
         selections: Sequence[Selection],
+        losses: list[Tensor] | None,
     ) -> Streams:
         """Run one layer: attention to chosen entries and the window at once, then feed forward.
 
@@ -142,10 +149,15 @@ class ReferenceModel:
             places = [state.read_window(spec.layer, chunk.start, chunk.stop)]
             if spec.owner is not None and selection.picks is not None:
                 places.append(read_entries(state.entries, spec, selection.picks))
-            outputs.append(ops.attend(projected.queries[own], places))
+            attended, shares = ops.attend(projected.queries[own], places)
+            outputs.append(attended)
+            if losses is not None and spec.index_source == spec.layer:
+                assert selection.picks is not None
+                assert selection.scores is not None
+                losses.append(ops.choice_loss(selection.scores, selection.picks, shares[-1]))
         weights = layer.weights
-        attended = layer.close(torch.cat(outputs), positions)
-        streams = streams.advance(attended, weights.attention_mix, self.config)
+        closed = layer.close(torch.cat(outputs), positions)
+        streams = streams.advance(closed, weights.attention_mix, self.config)
         return streams.advance(layer.feed(streams.mixed()), weights.ffn_mix, self.config)
 
     def _write_global(self, spec: LayerSpec, streams: Streams, chunks: Sequence[Chunk]) -> None:
@@ -171,7 +183,7 @@ class ReferenceModel:
             # Every entry stands at the first position of its group.
             positions = (first + torch.arange(len(latent))) * spec.ratio
             main = layer.rotate(latent, positions)
-            index = layer.norm(latent @ weights.index_key, weights.index_norm)
+            index = layer.norm(latent.detach() @ weights.index_key, weights.index_norm)
             index = layer.rotate(index, positions)
             chunk.state.entries.write(f"main_r{spec.ratio}", spec.layer, first, main)
             chunk.state.entries.write(f"index_r{spec.ratio}", spec.layer, first, index)

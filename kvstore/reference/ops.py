@@ -194,12 +194,12 @@ class Keys:
     readable: Tensor
 
 
-def attend(queries: Tensor, places: Sequence[Keys]) -> Tensor:
+def attend(queries: Tensor, places: Sequence[Keys]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Attend from each row to its own keys, of all places at once.
 
     Shapes:
         queries ``[rows, heads, dim]``; each row has at least one readable key; returns
-        ``[rows, heads, dim]``.
+        ``[rows, heads, dim]``, and of each place how much it gave, ``[rows, heads, k]``.
     """
     scores = [
         torch.einsum("rhd,rkd->rhk", queries, place.values).masked_fill(
@@ -214,4 +214,20 @@ def attend(queries: Tensor, places: Sequence[Keys]) -> Tensor:
         torch.einsum("rhk,rkd->rhd", share, place.values)
         for share, place in zip(shares, places, strict=True)
     ]
-    return torch.stack(read).sum(dim=0)
+    return torch.stack(read).sum(dim=0), shares
+
+
+def choice_loss(scores: Tensor, picks: Tensor, shares: Tensor) -> Tensor:
+    """Return how far scores are from saying where attention went: KL divergence, mean over rows.
+
+    Shapes:
+        scores and picks ``[rows, k]``, -1 for no pick; shares ``[rows, heads, k]``: what attention
+        gave to each pick, taken as it is; returns a scalar.
+    """
+    is_there = picks >= 0
+    rows = is_there.any(dim=1)
+    given = shares.detach().sum(dim=1)[rows]
+    given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(given.dtype).tiny)
+    said = scores.masked_fill(~is_there, -math.inf)[rows].log_softmax(dim=1)
+    said = said.masked_fill(~is_there[rows], 0.0)
+    return (torch.xlogy(given, given) - given * said).sum() / max(1, len(given))

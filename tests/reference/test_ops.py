@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,12 +65,12 @@ def test_attention_ignores_whatever_is_not_readable() -> None:
     values = torch.randn(3, 6, 8, generator=generator).double()
     readable = torch.tensor([[True, False, True, True, False, True]] * 3)
 
-    clean = ops.attend(queries, [ops.Keys(values, readable)])
+    clean, _ = ops.attend(queries, [ops.Keys(values, readable)])
     spoiled = values.masked_fill(~readable[..., None], 1e300)
-    assert torch.equal(ops.attend(queries, [ops.Keys(spoiled, readable)]), clean)
+    assert torch.equal(ops.attend(queries, [ops.Keys(spoiled, readable)])[0], clean)
 
     every = torch.ones(3, 4, dtype=torch.bool)
-    fewer = ops.attend(queries, [ops.Keys(values[:, [0, 2, 3, 5]], every)])
+    fewer, _ = ops.attend(queries, [ops.Keys(values[:, [0, 2, 3, 5]], every)])
     assert torch.allclose(clean, fewer, atol=1e-14, rtol=0)
 
 
@@ -78,9 +80,11 @@ def test_attention_to_two_places_is_attention_to_all_their_keys() -> None:
     values = torch.randn(3, 6, 8, generator=generator).double()
     readable = torch.tensor([[True, False, True, True, False, True]] * 3)
 
-    together = ops.attend(queries, [ops.Keys(values, readable)])
+    together, (shares,) = ops.attend(queries, [ops.Keys(values, readable)])
     places = [ops.Keys(values[:, part], readable[:, part]) for part in (slice(2), slice(2, 6))]
-    assert torch.allclose(ops.attend(queries, places), together, atol=1e-14, rtol=0)
+    apart, parts = ops.attend(queries, places)
+    assert torch.allclose(apart, together, atol=1e-14, rtol=0)
+    assert torch.allclose(torch.cat(parts, dim=-1), shares, atol=1e-14, rtol=0)
 
 
 def test_rotation_depends_on_relative_positions_and_can_be_undone() -> None:
@@ -148,3 +152,15 @@ def test_a_gradient_passes_rounding_unchanged() -> None:
 
     assert rounded.tolist() == [0.5, -1.0]
     assert gradient.tolist() == [3.0, 5.0]
+
+
+def test_a_choice_is_right_when_scores_say_where_attention_went() -> None:
+    shares = torch.tensor([[[0.1, 0.3, 0.0]], [[0.2, 0.6, 0.2]], [[0.0, 0.0, 0.0]]])
+    picks = torch.tensor([[4, 7, -1], [1, 2, 3], [-1, -1, -1]])
+    scores = torch.tensor([[0.0, math.log(3), math.nan], [0.0, math.log(3), 0.0], [1.0, 1.0, 1.0]])
+
+    assert float(ops.choice_loss(scores, picks, shares)) == pytest.approx(0, abs=1e-6)
+    worse = scores.clone()
+    worse[0, 1] = 0.0
+    expected = (0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)) / 2
+    assert float(ops.choice_loss(worse, picks, shares)) == pytest.approx(expected, rel=1e-5)
