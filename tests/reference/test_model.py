@@ -234,6 +234,27 @@ def test_what_must_not_be_read_may_hold_anything(system: str) -> None:
         assert torch.equal(run(poison), expected)
 
 
+@every_system
+@pytest.mark.parametrize("poison", [0x00, 0x7F, 0xFF])
+def test_an_entry_below_the_write_floor_is_never_written(system: str, poison: int) -> None:
+    """0x7F is a scale that is NaN: whoever reads such an entry is lost, and still it stays."""
+    hit = 32
+    config = small(system)
+    model = engine_of(config).model
+    state = state_of(config, Floors.replay(hit, 8))
+    foreign = {
+        name: np.full_like(stored[:, : hit // (2 if name.endswith("r2") else 1)], poison)
+        for name, stored in cold(system).entries.items()
+    }
+    state.entries.restore(foreign, hit)
+
+    rows = model.encode([Chunk(state, 24, PROMPT)])
+    model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)])
+
+    for name, stored in state.entries.export(0, hit).items():
+        assert np.array_equal(stored, foreign[name])
+
+
 @pytest.mark.parametrize("system", ["attention", "all"])
 def test_every_readable_number_matters(system: str) -> None:
     """Without this, a test that nothing changed could pass on a model that reads nothing."""
