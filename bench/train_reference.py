@@ -34,10 +34,10 @@ from torch.nn import functional
 
 from bench.chart import Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
-from kvstore.reference.engram import TrainedTable, addresses, random_rows
+from kvstore.reference.engram import TrainedTable, addresses, random_rows, table_path, write_table
 from kvstore.reference.model import ReferenceModel
 from kvstore.reference.state import Chunk, Floors, SequenceState
-from kvstore.reference.weights import random_weights
+from kvstore.reference.weights import Weights, random_weights
 
 HELD_OUT_IN = 20
 """One file in this many is never trained on."""
@@ -227,6 +227,24 @@ class Trainee:
         for name, tensor in self.tensors.items():
             arrays[name] = tensor.detach().numpy().astype(np.float16)
         write_arrays(path, arrays)
+
+
+def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceConfig, Weights]:
+    """Return what ``save_model`` wrote, for an engine of seed 0; its tables go to that folder.
+
+    The numbers that were trained were not rounded to float16; a config names all else.
+    """
+    with np.load(path, allow_pickle=False) as stored:
+        facts = json.loads(str(stored["facts"]))["config"]
+        lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
+        config = ReferenceConfig(**{**facts, **lists})
+        shapes = random_weights(config, 0, dtype)
+        found = {name: torch.from_numpy(stored[name]).to(dtype) for name in shapes.tensors()}
+        tables.mkdir(parents=True, exist_ok=True)
+        for layer in config.engram_layer_ids:
+            rows = torch.from_numpy(stored[f"{TABLE}.{layer}"]).to(torch.float32)
+            write_table(table_path(tables, config, layer, 0), [rows])
+    return config, shapes.replaced(found)
 
 
 def write_arrays(path: Path, arrays: dict[str, NDArray[np.generic]]) -> None:

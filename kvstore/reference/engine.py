@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from kvstore.reference.model import ReferenceModel
 from kvstore.reference.residual import Streams
 from kvstore.reference.state import Chunk, Floors, SequenceState
 from kvstore.reference.vision import Image
-from kvstore.reference.weights import random_weights
+from kvstore.reference.weights import Weights, random_weights
 
 CHUNK_TOKENS = 512
 """Rows in one pass unless the caller cuts elsewhere: bounds the memory of gathered keys."""
@@ -117,6 +118,7 @@ class ReferenceEngine:
         cache: Scope | None = None,
         *,
         seed: int = 0,
+        weights: Weights | None = None,
         dtype: torch.dtype = torch.float64,
         tokenizer: str = "",
         tables: str | Path | None = None,
@@ -125,7 +127,7 @@ class ReferenceEngine:
         restore: Literal["read", "pages"] = "read",
         on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
-        """Make the model that belongs to ``seed``.
+        """Make the model that belongs to ``seed``, or of ``weights``, of type ``dtype``.
 
         ``tokenizer`` is the identity of whatever makes tokens of text. ``tables`` is the folder of
         the Engram tables, for a config that has any; they are made if they are missing.
@@ -143,10 +145,17 @@ class ReferenceEngine:
                 msg = f"layers {config.engram_layer_ids} look n-grams up: give a folder for their tables"
                 raise ValueError(msg)
             self._tables = open_tables(config, Path(tables), seed=seed, dtype=dtype)
-        self.model = ReferenceModel(config, random_weights(config, seed, dtype), self._tables)
-        # Config, seed and number format decide every weight, so they stand for the weights.
-        digest = hashlib.sha256(f"{config} {seed} {dtype}".encode()).hexdigest()
-        self.namespace = kvstore.Namespace(model="reference", weights=digest, tokenizer=tokenizer)
+        # Config, seed and number format decide every random weight, so they stand for the weights.
+        digest = hashlib.sha256(f"{config} {seed} {dtype}".encode())
+        if weights is None:
+            weights = random_weights(config, seed, dtype)
+        else:
+            for name, tensor in weights.tensors().items():
+                digest.update(name.encode() + tensor.detach().numpy().tobytes())
+        self.model = ReferenceModel(config, weights, self._tables)
+        self.namespace = kvstore.Namespace(
+            model="reference", weights=digest.hexdigest(), tokenizer=tokenizer
+        )
         """What to open a cache with, so that engines of other weights never share a block."""
         self._window_rows = window_rows or 2 * config.sliding_window - 2
         self._replay = replay
@@ -195,14 +204,14 @@ class ReferenceEngine:
         end = len(prompt) + count - 1
         with torch.inference_mode(), contextlib.ExitStack() as held:
             run = self._prefill(prompt, end, images, chunks, held)
-            state, new_tokens = run.state, [int(run.logits.argmax())]
+            state, new_tokens = run.state, self._likeliest(run.logits[None])
             while len(new_tokens) < count:
                 position = len(prompt) + len(new_tokens) - 1
                 draft = self._draft(state, new_tokens[-1], position)[: count - len(new_tokens) - 1]
                 stop = position + 1 + len(draft)
                 state.tokens[position:stop] = torch.tensor([new_tokens[-1], *draft])
                 step = [Chunk(state, position, stop)]
-                choices = self.model.decode(self.model.encode(step), step).argmax(dim=-1).tolist()
+                choices = self._likeliest(self.model.decode(self.model.encode(step), step))
                 accepted = _agreeing(draft, choices)
                 state.rollback(position + 1 + accepted)
                 new_tokens += choices[: accepted + 1]
@@ -211,6 +220,18 @@ class ReferenceEngine:
             run.tokens[len(prompt) :] = new_tokens[:-1]
             self._publish(run, end)
             return self._result(run, end, tuple(new_tokens))
+
+    def _likeliest(self, logits: Tensor) -> list[int]:
+        """Return the likeliest token of each row, never the one that stands for images.
+
+        Shapes:
+            logits ``[rows, vocab]``.
+        """
+        image = self.config.image_token_id
+        if image is not None:
+            logits = logits.index_fill(1, torch.tensor([image]), -math.inf)
+        choices: list[int] = logits.argmax(dim=-1).tolist()
+        return choices
 
     def _draft(self, state: SequenceState, token: int, position: int) -> tuple[int, ...]:
         """Return what may follow ``token`` at ``position``, as far as it is worth verifying."""
@@ -255,7 +276,12 @@ class ReferenceEngine:
         return dataclasses.replace(image, start=span.start)
 
     def _check_images(self, prompt: NDArray[np.uint32], images: Sequence[Image]) -> None:
-        """Reject images that do not lie exactly where the prompt has the image token."""
+        """Reject images of other features, or not exactly where the prompt has the image token."""
+        shape = (self.config.downsample_ratio, self.config.vision_hidden_size)
+        for found in ((image.ratio, image.patches.shape[2]) for image in images):
+            if found != shape:
+                msg = f"an image needs squares of {shape[0]} patches with {shape[1]} features, found {found}"
+                raise ValueError(msg)
         shown = np.zeros(len(prompt), bool)
         for span in (image.span for image in images):
             if span.stop > len(prompt) or shown[span.start : span.stop].any():

@@ -243,6 +243,12 @@ def write_table(path: Path, pieces: Iterable[Tensor]) -> None:
     partial.replace(path)
 
 
+def table_path(folder: Path, config: ReferenceConfig, layer: int, seed: int) -> Path:
+    """Return where the table of a layer lies in a folder of tables."""
+    rows = addresses(config)[layer].row_count
+    return folder / f"engram-{layer}-{rows}x{config.engram_head_dim}-{seed}.bin"
+
+
 def open_tables(
     config: ReferenceConfig, folder: Path, *, seed: int, dtype: torch.dtype
 ) -> dict[int, DiskTable]:
@@ -250,7 +256,7 @@ def open_tables(
     tables = {}
     for layer, where in addresses(config).items():
         rows, row_bytes = where.row_count, _row_bytes(config)
-        path = folder / f"engram-{layer}-{rows}x{config.engram_head_dim}-{seed}.bin"
+        path = table_path(folder, config, layer, seed)
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_table(path, random_rows(config, rows, seed * _MULTIPLIER_SEED + layer))

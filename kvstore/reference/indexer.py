@@ -19,7 +19,7 @@ from kvstore.reference.formats import round_mxfp4
 from kvstore.reference.layer import Layer, Projected
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Selection:
     """What the queries of one pass have chosen so far.
 
@@ -48,9 +48,9 @@ class Indexer:
         projected: Projected,
         positions: Tensor,
         entries: GlobalEntries,
-        selection: Selection,
-    ) -> None:
-        """Choose for the queries of an index source; layers that reuse it find ``selection`` as it is.
+        before: Selection,
+    ) -> Selection:
+        """Choose for the queries of an index source; ``before`` is what the one below it chose.
 
         A query at p sees the entries of groups that end at or before it: ``(p + 1) // ratio``.
 
@@ -70,7 +70,7 @@ class Indexer:
         shares = inputs @ weights.head
         name = f"index_r{spec.ratio}"
         if spec.mode is Mode.REINDEX:
-            candidates = selection.pool
+            candidates = before.pool
             assert candidates is not None
             keys = entries.gather(name, spec.owner, candidates)
             # What stands for no candidate is arbitrary, NaN included.
@@ -81,11 +81,12 @@ class Indexer:
             candidates = ops.visible_entries(count, visible)
             keys = entries.scan(name, spec.owner, count)
         scores = ops.index_scores(queries, shares, keys)
-        selection.picks = ops.top_entries(scores, candidates, config.index_topk)
-        selection.scores = _scores_of(selection.picks, candidates, scores)
+        picks = ops.top_entries(scores, candidates, config.index_topk)
+        pool = before.pool
         if spec.layer == config.candidate_source_layer_id:
             block, blocks = config.candidate_block_size, config.candidate_topk_blocks
-            selection.pool = ops.top_blocks(scores, candidates, block, blocks)
+            pool = ops.top_blocks(scores, candidates, block, blocks)
+        return Selection(picks, _scores_of(picks, candidates, scores), pool)
 
 
 def _scores_of(picks: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:

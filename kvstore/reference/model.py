@@ -48,9 +48,10 @@ class ReferenceModel:
         self.weights = weights
         self.drafter = Drafter(config, weights) if config.num_nextn_predict_layers else None
         self._engram = Engram(config, tables or {})
+        self._specs = config.layers
         self._layers = [
             Layer(config, spec.ratio, layer)
-            for spec, layer in zip(config.layers, weights.layers, strict=True)
+            for spec, layer in zip(self._specs, weights.layers, strict=True)
         ]
         rule = config.layout().group(f"index_r{config.ratios[config.last_owner]}").scale_rule
         self._indexer = Indexer(config, rule)
@@ -71,7 +72,7 @@ class ReferenceModel:
         embedded = torch.cat([self._embed(chunk) for chunk in chunks])
         streams = Streams.start(embedded, self.config.hc_mult)
         selections = [Selection() for _ in chunks]
-        for spec in self.config.layers[: self.config.last_owner]:
+        for spec in self._specs[: self.config.last_owner]:
             engram = self.weights.layers[spec.layer].engram
             if engram is not None:
                 rows = torch.cat([located[spec.layer] for located in found])
@@ -80,7 +81,7 @@ class ReferenceModel:
                 self._write_global(spec, streams, chunks)
             streams = self._run(spec, streams, chunks, selections, losses)
         # All that a prompt leaves behind is written once the decoder's first owner has its entries.
-        self._write_global(self.config.layers[self.config.last_owner], streams, chunks)
+        self._write_global(self._specs[self.config.last_owner], streams, chunks)
         return streams
 
     def decode(
@@ -95,7 +96,7 @@ class ReferenceModel:
         """
         selections = [Selection() for _ in chunks]
         targets = []
-        for spec in self.config.layers[self.config.last_owner :]:
+        for spec in self._specs[self.config.last_owner :]:
             if spec.layer in self.config.dspark_target_layer_ids:
                 targets.append(streams.values.mean(dim=1))
             streams = self._run(spec, streams, chunks, selections, losses)
@@ -127,7 +128,7 @@ class ReferenceModel:
         spec: LayerSpec,
         streams: Streams,
         chunks: Sequence[Chunk],
-        selections: Sequence[Selection],
+        selections: list[Selection],
         losses: list[Tensor] | None,
     ) -> Streams:
         """Run one layer: attention to chosen entries and the window at once, then feed forward.
@@ -139,22 +140,28 @@ class ReferenceModel:
         positions = torch.cat([chunk.positions for chunk in chunks])
         projected = layer.project(streams.mixed(), positions)
         outputs = []
-        for (chunk, own), selection in zip(rows_of(chunks), selections, strict=True):
+        for number, (chunk, own) in enumerate(rows_of(chunks)):
             state = chunk.state
             state.write_window(spec.layer, chunk.start, projected.window[own])
             if spec.index_source == spec.layer:
-                self._indexer.choose(
-                    spec, layer, projected.rows(own), chunk.positions, state.entries, selection
+                selections[number] = self._indexer.choose(
+                    spec,
+                    layer,
+                    projected.rows(own),
+                    chunk.positions,
+                    state.entries,
+                    selections[number],
                 )
+            picks, scores = selections[number].picks, selections[number].scores
             places = [state.read_window(spec.layer, chunk.start, chunk.stop)]
-            if spec.owner is not None and selection.picks is not None:
-                places.append(read_entries(state.entries, spec, selection.picks))
+            if picks is not None and spec.owner is not None:
+                places.append(read_entries(state.entries, spec, picks))
             attended, shares = ops.attend(projected.queries[own], places)
             outputs.append(attended)
             if losses is not None and spec.index_source == spec.layer:
-                assert selection.picks is not None
-                assert selection.scores is not None
-                losses.append(ops.choice_loss(selection.scores, selection.picks, shares[-1]))
+                assert picks is not None
+                assert scores is not None
+                losses.append(ops.choice_loss(scores, picks, shares[-1]))
         weights = layer.weights
         closed = layer.close(torch.cat(outputs), positions)
         streams = streams.advance(closed, weights.attention_mix, self.config)

@@ -10,7 +10,7 @@ needs the same features at the same place.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,24 +35,23 @@ class Image:
     start: int
     patches: NDArray[np.float32]
     ratio: int = 3
+    span: ImageSpan = field(init=False)
+    """The tokens it takes, and what identifies it: content, size and preprocessing."""
 
     def __post_init__(self) -> None:
-        """Reject features that do not divide into squares."""
+        """Reject features that do not divide into squares, and name the others."""
         if self.patches.ndim != 3 or any(n < 1 or n % self.ratio for n in self.patches.shape[:2]):
             msg = (
                 f"patches must be [height, width, features] with height and width multiples of "
                 f"{self.ratio}, found shape {list(self.patches.shape)}"
             )
             raise ValueError(msg)
-
-    @property
-    def span(self) -> ImageSpan:
-        """The tokens it takes, and what identifies it: content, size and preprocessing."""
         height, width = (size // self.ratio for size in self.patches.shape[:2])
         shape = f"{self.patches.shape} {self.ratio}".encode()
         content = np.ascontiguousarray(self.patches, np.float32).tobytes()
         digest = hashlib.sha256(PREPROCESSING + shape + content).digest()
-        return ImageSpan(self.start, self.start + 2 + height * (width + 1), digest)
+        stop = self.start + 2 + height * (width + 1)
+        object.__setattr__(self, "span", ImageSpan(self.start, stop, digest))
 
 
 def unshuffle(patches: Tensor, ratio: int) -> Tensor:

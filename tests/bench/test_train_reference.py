@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from bench import train_reference
-from bench.train_reference import DEPTHS, Schedule, Trainee, batch_of, read_text, train
+from bench.train_reference import DEPTHS, Schedule, Trainee, batch_of, load_model, read_text, train
 from kvstore.reference.config import Mode
 from kvstore.reference.engine import ReferenceEngine
-from kvstore.reference.engram import TrainedTable, write_table
 
 SCHEDULE = Schedule(depth="shallow", steps=20, batch=1, tokens=40, rate=5e-3, seed=3)
 TEXT = np.frombuffer(b"def square(x):\n    return x * x\n" * 40, np.uint8)
@@ -71,22 +70,27 @@ def test_a_gradient_reaches_every_number_that_is_read() -> None:
 def test_it_trains_on_the_numbers_that_the_engine_will_run(tmp_path: Path) -> None:
     """The loss of a sequence's last token is that of the engine's logits, entries in FP4 and all."""
     trainee = Trainee(SCHEDULE)
-    sequence = batch_of(TEXT, dataclasses.replace(SCHEDULE, batch=1, tokens=30), 0, 0)
-    for layer, table in trainee.model._engram._tables.items():
-        assert isinstance(table, TrainedTable)
-        rows = len(table.values)
-        path = tmp_path / f"engram-{layer}-{rows}x{trainee.config.engram_head_dim}-0.bin"
-        write_table(path, [table.values.detach()])
-    engine = ReferenceEngine(trainee.config, dtype=torch.float32, tables=tmp_path)
-    engine.model.weights = trainee.model.weights
-    engine.model._layers = trainee.model._layers
+    for tensor in trainee.tensors.values():
+        tensor.data = tensor.data.half().float()  # what a checkpoint holds
+    trainee.save_model(tmp_path / "model.npz", SCHEDULE, 0)
+    config, weights = load_model(tmp_path / "model.npz", tmp_path / "tables", torch.float32)
+    engine = ReferenceEngine(
+        config, weights=weights, dtype=torch.float32, tables=tmp_path / "tables"
+    )
+    sequence = batch_of(TEXT, dataclasses.replace(SCHEDULE, tokens=30), 0, 0)
     with torch.no_grad():
         whole = trainee.loss(sequence, None) * 30
         head = trainee.loss(sequence[:, :-1], None) * 29
     logits = engine.prefill(sequence[0, :-1]).logits
     last = torch.nn.functional.cross_entropy(logits, torch.tensor(int(sequence[0, -1])))
 
+    assert config == DEPTHS["shallow"]
     assert float(whole - head) == pytest.approx(float(last), abs=1e-4)
+    # Other weights are other blocks, whatever their config.
+    assert (
+        engine.namespace
+        != ReferenceEngine(config, dtype=torch.float32, tables=tmp_path / "tables").namespace
+    )
 
 
 def test_depths_have_every_kind_of_layer_and_more_to_choose_from_than_is_chosen() -> None:

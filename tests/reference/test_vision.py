@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_an_image_out_of_place_is_refused() -> None:
     tokens = with_images(SMALL, prompt_tokens(40), [image])
     engine = engine_of(SMALL)
 
-    for images in ([], [image_at(11)], [image, image], [image_at(38)]):
+    wide = Image(10, np.zeros((6, 6, 9), np.float32))
+    for images in ([], [image_at(11)], [image, image], [image_at(38)], [wide]):
         with pytest.raises(ValueError, match="image"):
             engine.prefill(tokens, images=images)
 
@@ -170,3 +172,20 @@ def test_a_replay_without_the_features_of_its_image_is_refused(tmp_path: Path) -
             )
             with pytest.raises(ValueError, match="no features"):
                 engine_of(SMALL, cache).replay_hook([request])
+
+
+def test_the_image_token_is_never_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is generated comes back in the next prompt, where it would stand for an image."""
+    engine = engine_of(SMALL)
+    decode = engine.model.decode
+
+    def eager(*given: Any) -> torch.Tensor:
+        logits = decode(*given)
+        logits[:, 256] += 1e6
+        return logits
+
+    monkeypatch.setattr(engine.model, "decode", eager)
+    result = engine.generate(prompt_tokens(20), 6)
+
+    assert 256 not in result.new_tokens
+    assert int(result.logits.argmax()) == 256
