@@ -5,6 +5,8 @@ Question: a prompt of H + r tokens hits at H. Are the suffix's global entries an
 Method:   the reference engine in float64 through a real store; one line per suffix length r. The law
           (docs/decisions/0010): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
           R rows; after a replay both differ, unless the hit is at most W tokens.
+          In float32 a value at a rounding border may tip over where products have other shapes: the FP4
+          codes of the suffix that differ are counted.
 Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
 Run:      python -m bench.exactness [--json]
 """
@@ -43,6 +45,10 @@ class Row:
     """Every byte of the suffix's global entries."""
     logit_difference: float
     """Largest, over the vocabulary."""
+    flipped_codes: int
+    """FP4 codes of the suffix that differ."""
+    codes: int
+    dtype: str
 
 
 def prompt(length: int) -> NDArray[np.uint32]:
@@ -50,23 +56,32 @@ def prompt(length: int) -> NDArray[np.uint32]:
     return np.random.default_rng(1).integers(0, 256, length).astype(np.uint32)
 
 
-def suffix_equal(one: Result, other: Result, config: ReferenceConfig, start: int) -> bool:
-    """Say whether the entries of tokens from ``start`` on are byte-equal."""
-    layout = config.layout()
-    return all(
-        np.array_equal(
-            one.entries[g.name][:, start // g.tokens_per_entry :],
-            other.entries[g.name][:, start // g.tokens_per_entry :],
-        )
-        for g in layout.global_groups
-    )
+def suffixes(result: Result, config: ReferenceConfig, start: int) -> dict[str, NDArray[np.uint8]]:
+    """Return the entries of tokens from ``start`` on, by group."""
+    return {
+        group.name: result.entries[group.name][:, start // group.tokens_per_entry :]
+        for group in config.layout().global_groups
+    }
 
 
-def measure(config: ReferenceConfig, hit: int, suffix: int, window: Window) -> Row:
+def flipped(one: Result, other: Result, config: ReferenceConfig, start: int) -> tuple[int, int]:
+    """Count the FP4 codes of tokens from ``start`` on that differ, and all of them: two a byte."""
+    count = total = 0
+    theirs = suffixes(other, config, start)
+    for name, mine in suffixes(one, config, start).items():
+        changed = (mine ^ theirs[name])[..., : config.layout().group(name).planes[0]]
+        count += int((changed & 0x0F != 0).sum()) + int((changed & 0xF0 != 0).sum())
+        total += 2 * changed.size
+    return count, total
+
+
+def measure(
+    config: ReferenceConfig, hit: int, suffix: int, window: Window, dtype: torch.dtype
+) -> Row:
     """Store a cold run of the first ``hit`` tokens, then continue it."""
     rows = 2 * config.sliding_window - 2 if window == "pool 2W-2" else config.sliding_window
     tokens = prompt(hit + suffix)
-    engine = ReferenceEngine(config)
+    engine = ReferenceEngine(config, dtype=dtype)
     cold = engine.prefill(tokens)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,13 +101,18 @@ def measure(config: ReferenceConfig, hit: int, suffix: int, window: Window) -> R
         warm = engine.prefill(tokens)
     assert warm.hit_tokens == hit
     assert warm.window_source == window.split()[0].rstrip(",")
+    count, total = flipped(cold, warm, config, hit)
+    mine, theirs = (suffixes(result, config, hit) for result in (cold, warm))
     return Row(
         window=window,
         hit_tokens=hit,
         suffix_tokens=suffix,
         replay_tokens=warm.replay_tokens,
-        entries_equal=suffix_equal(cold, warm, config, hit),
+        entries_equal=all(np.array_equal(mine[name], theirs[name]) for name in mine),
         logit_difference=float((cold.logits - warm.logits).abs().max()),
+        flipped_codes=count,
+        codes=total,
+        dtype=str(dtype).removeprefix("torch."),
     )
 
 
@@ -109,17 +129,24 @@ def main() -> None:
         ("replay", HIT),
         ("replay, short hit", SHORT_HIT),
     ]
-    found = [measure(config, hit, r, window) for window, hit in cases for r in SUFFIXES]
+    found = [
+        measure(config, hit, r, window, dtype)
+        for dtype in (torch.float64, torch.float32)
+        for window, hit in cases
+        for r in SUFFIXES
+    ]
     if options.json:
         print(json.dumps([asdict(row) for row in found]))
         return
     print(
-        f"{'window':18} {'hit':>4} {'r':>4} {'replayed':>8}  {'entries':8} {'logits differ by':>16}"
+        f"{'':8} {'window':18} {'hit':>4} {'r':>4} {'replayed':>8}  {'entries':8} "
+        f"{'logits differ by':>16} {'codes flipped':>16}"
     )
     for row in found:
         print(
-            f"{row.window:18} {row.hit_tokens:4} {row.suffix_tokens:4} {row.replay_tokens:8}  "
-            f"{'equal' if row.entries_equal else 'differ':8} {row.logit_difference:16.2e}"
+            f"{row.dtype:8} {row.window:18} {row.hit_tokens:4} {row.suffix_tokens:4} "
+            f"{row.replay_tokens:8}  {'equal' if row.entries_equal else 'differ':8} "
+            f"{row.logit_difference:16.2e} {row.flipped_codes:7} / {row.codes:6}"
         )
 
 

@@ -28,8 +28,10 @@ class Mode(Enum):
     """Nothing: compression ratio 0."""
     FULL = "full"
     """Global entries that it writes itself, chosen by its own indexer."""
+    REINDEX = "reindex"
+    """Another layer's entries, chosen by its own indexer among that layer's candidates."""
     REUSE = "reuse"
-    """The entries and the choice of the last Full layer below it."""
+    """The entries and the choice of the last index source below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,17 @@ class LayerSpec:
 class ReferenceConfig:
     """Fields of the release's ``config.json`` that decide what is cached and what reads it.
 
+    The defaults have compressed sparse attention, encoder and decoder, and nothing else; each of the
+    other systems is switched on by the field named in its group below.
+
     Invariants:
         The last KV source has ratio 1, and so have all layers above it; every KV source is an index
-        source and the other way round; a layer's ratio is its owner's.
+        source, and any other index source lies above the candidate source, whose entries it reads;
+        a layer's ratio is its owner's; Engram layers belong to the encoder.
     """
 
     vocab_size: int = 256
+    """Tokens below 256 are bytes; those above stand for no text."""
     hidden_size: int = 64
     intermediate_size: int = 128
     num_hidden_layers: int = 12
@@ -77,6 +84,37 @@ class ReferenceConfig:
     rope_theta: float = 10_000.0
     compress_rope_theta: float = 160_000.0
     rms_norm_eps: float = 1e-20
+
+    # Hierarchical indexer: on where index_source_layer_ids has layers that own no entries.
+    candidate_source_layer_id: int | None = None
+    candidate_topk_blocks: int = 2048
+    candidate_block_size: int = 8
+
+    # Hyper-connections: on with more than one stream.
+    hc_mult: int = 1
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+
+    # Engram: on in these layers.
+    engram_layer_ids: tuple[int, ...] = ()
+    engram_max_ngram_size: int = 4
+    engram_vocab_size: int = 16_000_000
+    engram_n_heads: int = 8
+    engram_head_dim: int = 256
+    engram_pad_token_id: int = 2
+
+    # DSpark: on with draft layers, which follow the model's.
+    num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 5
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: tuple[int, ...] = ()
+    dspark_markov_rank: int = 256
+
+    # Vision: on where there is a token for image positions.
+    image_token_id: int | None = None
+    vision_hidden_size: int = 1024
+    downsample_ratio: int = 3
+
     window_format: WindowFormat = "exact"
 
     def __post_init__(self) -> None:
@@ -93,12 +131,27 @@ class ReferenceConfig:
         if set(decoder) != {1}:
             msg = f"the last KV source and all layers above it need compression ratio 1, found {decoder}"
             raise ConfigError(msg)
+        self._check_indexers()
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > min(
             self.head_dim, self.index_head_dim
         ):
             msg = (
                 f"qk_rope_head_dim must be even and at most head_dim and index_head_dim, "
                 f"found {self.qk_rope_head_dim}"
+            )
+            raise ConfigError(msg)
+        if not set(self.engram_layer_ids) <= set(range(self.last_owner)):
+            # A decoder layer runs over the last rows of a prompt only, so what it adds never reaches
+            # the entries that a prefix is kept as.
+            msg = f"engram_layer_ids must lie below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
+            raise ConfigError(msg)
+        targets = (
+            self.dspark_target_layer_ids if self.num_nextn_predict_layers else (self.last_owner,)
+        )
+        if not targets or not set(targets) <= set(range(self.last_owner, self.num_hidden_layers)):
+            msg = (
+                f"dspark_target_layer_ids must be layers {self.last_owner} to "
+                f"{self.num_hidden_layers - 1} of the decoder, found {targets}"
             )
             raise ConfigError(msg)
 
@@ -110,14 +163,23 @@ class ReferenceConfig:
                 f"a compression ratio; found {owners} and {len(self.ratios)} ratios"
             )
             raise ConfigError(msg)
-        if self.index_source_layer_ids != owners:
-            # A layer that chooses again among another layer's entries does so inside a pool of
-            # candidates, which this model does not have.
+
+    def _check_indexers(self) -> None:
+        sources, owners = set(self.index_source_layer_ids), set(self.kv_source_layer_ids)
+        if not owners <= sources:
             msg = (
-                f"index_source_layer_ids must equal kv_source_layer_ids {owners}, "
+                f"index_source_layer_ids must include kv_source_layer_ids {self.kv_source_layer_ids}, "
                 f"found {self.index_source_layer_ids}"
             )
             raise ConfigError(msg)
+        for spec in self.layers:
+            if spec.mode is Mode.REINDEX and spec.owner != self.candidate_source_layer_id:
+                msg = (
+                    f"index_source_layer_ids has layer {spec.layer}, which reads the entries of layer "
+                    f"{spec.owner}; it needs that layer as candidate_source_layer_id, found "
+                    f"{self.candidate_source_layer_id}"
+                )
+                raise ConfigError(msg)
 
     @classmethod
     def tiny(cls, **changes: Any) -> ReferenceConfig:
@@ -128,6 +190,66 @@ class ReferenceConfig:
         """
         return dataclasses.replace(cls(), **changes)
 
+    @classmethod
+    def full(cls, **changes: Any) -> ReferenceConfig:
+        """Return the smallest config with every system: ``tiny`` and what is switched on beside it.
+
+        Layers 8 and 10 choose again among the candidates of 6, residuals have four streams, layers
+        1 and 4 look n-grams up, two draft layers follow, and token 256 stands for images.
+        """
+        every: dict[str, Any] = {
+            "vocab_size": 258,
+            "index_source_layer_ids": (2, 4, 6, 8, 10),
+            "candidate_source_layer_id": 6,
+            "candidate_topk_blocks": 16,
+            "candidate_block_size": 4,
+            "hc_mult": 4,
+            "engram_layer_ids": (1, 4),
+            "engram_vocab_size": 500,
+            "engram_n_heads": 2,
+            "engram_head_dim": 32,
+            "compress_ratios": (0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0),
+            "num_nextn_predict_layers": 2,
+            "dspark_noise_token_id": 257,
+            "dspark_target_layer_ids": (10, 11),
+            "dspark_markov_rank": 16,
+            "image_token_id": 256,
+            "vision_hidden_size": 8,
+        }
+        return cls.tiny(**{**every, **changes})
+
+    @classmethod
+    def release(cls) -> ReferenceConfig:
+        """Return DeepSeek-V4.1-Flash's own numbers. Nobody could run it here; its bytes can be counted.
+
+        Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash. Left out: mixture of experts, the
+        grouped output projection and YaRN, which change no byte of the cache.
+        """
+        return cls(
+            vocab_size=129_280,
+            hidden_size=5120,
+            intermediate_size=2304,
+            num_hidden_layers=40,
+            num_attention_heads=64,
+            head_dim=512,
+            qk_rope_head_dim=64,
+            q_lora_rank=1280,
+            index_n_heads=32,
+            index_head_dim=128,
+            index_topk=512,
+            compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20 + (0,) * 3,
+            kv_source_layer_ids=(2, 8, 14, 20),
+            index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
+            candidate_source_layer_id=20,
+            hc_mult=4,
+            engram_layer_ids=(1, 14),
+            num_nextn_predict_layers=3,
+            dspark_noise_token_id=128_799,
+            dspark_target_layer_ids=(37, 38, 39),
+            image_token_id=129_264,
+            window_format="mxfp8",
+        )
+
     @property
     def ratios(self) -> tuple[int, ...]:
         """Compression ratio of every layer that runs; draft layers may follow in the config."""
@@ -137,6 +259,11 @@ class ReferenceConfig:
     def last_owner(self) -> int:
         """The first decoder layer; its global entries are projected from the encoder's output."""
         return self.kv_source_layer_ids[-1]
+
+    @property
+    def draft_layers(self) -> range:
+        """Ids of the draft layers: they follow the model's."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -154,7 +281,9 @@ class ReferenceConfig:
         if owner is None:
             msg = f"layer {layer} has compression ratio {ratio} and no KV source at or below it"
             raise ConfigError(msg)
-        mode = Mode.FULL if owner == layer else Mode.REUSE
+        mode = Mode.REUSE
+        if layer in (owner, source):
+            mode = Mode.FULL if owner == layer else Mode.REINDEX
         return LayerSpec(layer=layer, mode=mode, ratio=ratio, owner=owner, index_source=source)
 
     def to_hf(self) -> dict[str, Any]:

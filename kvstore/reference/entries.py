@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvstore
 from kvstore.reference.formats import Entries, pack_entries, unpack_entries
+from kvstore.reference.ops import straight_through
 
 
 class PageReader(Protocol):
@@ -40,15 +41,21 @@ class GlobalEntries:
     def __init__(self, layout: kvstore.Layout, capacity: int, dtype: torch.dtype) -> None:
         self._groups = {group.name: group for group in layout.global_groups}
         self._dtype = dtype
+        # One entry more than are ever complete: a query that sees none still has one to look past.
         self._bytes = {
             name: np.zeros(
-                (len(group.layers), capacity // group.tokens_per_entry, group.entry_bytes), np.uint8
+                (len(group.layers), capacity // group.tokens_per_entry + 1, group.entry_bytes),
+                np.uint8,
             )
             for name, group in self._groups.items()
         }
-        # NaN until written: an entry read before its time shows in every result.
+        # NaN until written: an entry read before its time shows in every result. A tensor for each
+        # layer, so that a gradient can pass through one while the next is written.
         self._values = {
-            name: torch.full((*stored.shape[:2], self._groups[name].values), torch.nan, dtype=dtype)
+            name: [
+                torch.full((stored.shape[1], self._groups[name].values), torch.nan, dtype=dtype)
+                for _ in stored
+            ]
             for name, stored in self._bytes.items()
         }
         self._pages: PageReader | None = None
@@ -64,7 +71,7 @@ class GlobalEntries:
             self._bytes[name][:, :count] = entries[name][:, :count]
             for row in range(len(group.layers)):
                 stored = self._bytes[name][row, :count]
-                self._values[name][row, :count] = unpack_entries(group, stored, self._dtype)
+                self._values[name][row][:count] = unpack_entries(group, stored, self._dtype)
         self.write_floor = tokens
 
     def attach(self, pages: PageReader, tokens: int) -> None:
@@ -83,7 +90,17 @@ class GlobalEntries:
         row, stop = group.layers.index(layer), first + len(values)
         packed = pack_entries(group, values)
         self._bytes[name][row, first:stop] = packed
-        self._values[name][row, first:stop] = unpack_entries(group, packed, self._dtype)
+        self._values[name][row][first:stop] = straight_through(
+            values, unpack_entries(group, packed, self._dtype)
+        )
+
+    def truncate(self, tokens: int) -> None:
+        """Forget entries that tokens from ``tokens`` on completed; later ones are written anew."""
+        for name, group in self._groups.items():
+            count = tokens // group.tokens_per_entry
+            self._bytes[name][:, count:] = 0
+            for values in self._values[name]:
+                values[count:] = torch.nan
 
     def gather(self, name: str, layer: int, indices: Tensor) -> Tensor:
         """Return the chosen entries of each query. What stands for -1 is arbitrary.
@@ -106,7 +123,7 @@ class GlobalEntries:
             returns ``[count, group.values]``.
         """
         group = self._groups[name]
-        values = self._values[name][group.layers.index(layer), :count]
+        values = self._values[name][group.layers.index(layer)][:count]
         if self._pages is None:
             return values
         paged = self._pages(name, layer, None)[: self.bytes_from // group.tokens_per_entry]

@@ -23,7 +23,8 @@ def pack_entries(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]
     Shapes:
         values ``[n, group.values]``; returns uint8 ``[n, group.entry_bytes]``.
     """
-    planes = fp4.pack(values.to(torch.float32), group.entry_format, scale_rule=group.scale_rule)
+    values = values.detach().to(torch.float32)
+    planes = fp4.pack(values, group.entry_format, scale_rule=group.scale_rule)
     return torch.cat(planes, dim=-1).numpy()
 
 
@@ -46,7 +47,7 @@ def round_mxfp4(values: Tensor, rule: str) -> Tensor:
     Shapes:
         values ``[..., width]``, width a multiple of 32; returns the same.
     """
-    planes = fp4.pack(values.to(torch.float32), "mxfp4", scale_rule=rule)
+    planes = fp4.pack(values.detach().to(torch.float32), "mxfp4", scale_rule=rule)
     return fp4.unpack(*planes, "mxfp4", dtype="float32").to(values.dtype)
 
 
@@ -58,7 +59,12 @@ def _exact_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.array(stored)).view(dtype)
 
 
-def _mxfp8_to_bytes(rows: Tensor) -> NDArray[np.uint8]:
+def pack_mxfp8(rows: Tensor) -> NDArray[np.uint8]:
+    """Return rows as MXFP8: E4M3 codes, then a power of two for each 32 of them.
+
+    Shapes:
+        rows ``[..., width]``, width a multiple of 32; returns uint8 ``[..., width * 33 // 32]``.
+    """
     blocks = rows.to(torch.float32).reshape(*rows.shape[:-1], -1, 32)
     # The least power of two that keeps the largest value of 32 within E4M3: no row saturates.
     mantissas, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
@@ -68,7 +74,8 @@ def _mxfp8_to_bytes(rows: Tensor) -> NDArray[np.uint8]:
     return torch.cat((codes, scales), dim=-1).numpy()
 
 
-def _mxfp8_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+def unpack_mxfp8(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    """Return what ``pack_mxfp8`` kept. Shapes: as there."""
     width = stored.shape[-1] * 32 // 33
     codes, scales = torch.from_numpy(np.array(stored)).tensor_split([width], dim=-1)
     values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
@@ -77,8 +84,8 @@ def _mxfp8_to_rows(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return blocks.flatten(-2).to(dtype)
 
 
-_TO_BYTES = {"u8": _exact_to_bytes, "mxfp8": _mxfp8_to_bytes}
-_TO_ROWS = {"u8": _exact_to_rows, "mxfp8": _mxfp8_to_rows}
+_TO_BYTES = {"u8": _exact_to_bytes, "mxfp8": pack_mxfp8}
+_TO_ROWS = {"u8": _exact_to_rows, "mxfp8": unpack_mxfp8}
 
 
 def pack_rows(group: kvstore.LayerGroup, rows: Tensor) -> NDArray[np.uint8]:
@@ -87,7 +94,7 @@ def pack_rows(group: kvstore.LayerGroup, rows: Tensor) -> NDArray[np.uint8]:
     Shapes:
         rows ``[..., head_dim]``; returns uint8 ``[..., group.entry_bytes]``.
     """
-    return _TO_BYTES[group.entry_format](rows)
+    return _TO_BYTES[group.entry_format](rows.detach())
 
 
 def unpack_rows(group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:

@@ -9,202 +9,188 @@ The model computes. Which rows to run, and where they come from, is the engine's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvstore.reference import ops
 from kvstore.reference.config import LayerSpec, Mode, ReferenceConfig
-from kvstore.reference.formats import round_mxfp4
-from kvstore.reference.state import PendingGroup, SequenceState
-from kvstore.reference.weights import random_weights
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens ``[start, stop)`` of one sequence, to be run in one pass."""
-
-    state: SequenceState
-    start: int
-    stop: int
-
-    @property
-    def positions(self) -> Tensor:
-        """Positions of its rows, int64 ``[rows]``."""
-        return torch.arange(self.start, self.stop)
-
-
-def _rows_of(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
-    """Yield each chunk with the place of its rows among the rows of all."""
-    first = 0
-    for chunk in chunks:
-        last = first + chunk.stop - chunk.start
-        yield chunk, slice(first, last)
-        first = last
+from kvstore.reference.draft import Drafter
+from kvstore.reference.engram import Engram, Table
+from kvstore.reference.indexer import Indexer, Selection, read_entries
+from kvstore.reference.layer import Layer
+from kvstore.reference.residual import Streams
+from kvstore.reference.state import Chunk, rows_of
+from kvstore.reference.vision import image_rows
+from kvstore.reference.weights import Weights
 
 
 class ReferenceModel:
-    """A DeepSeek-V4.1-shaped model with random weights.
+    """A DeepSeek-V4.1-shaped model.
 
     A pass takes chunks of several sequences and concatenates their rows. Projections see all rows
     at once; only attention looks at one sequence at a time.
     """
 
-    def __init__(self, config: ReferenceConfig, *, seed: int, dtype: torch.dtype) -> None:
-        self.config = config
-        self.weights = random_weights(config, seed, dtype)
-        self._specs = config.layers
-        self._index_rule = config.layout(dtype).group(f"index_r{config.ratios[-1]}").scale_rule
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        weights: Weights,
+        tables: Mapping[int, Table] | None = None,
+    ) -> None:
+        """Join weights and, where the config has Engram layers, the table of each.
 
-    def encode(self, chunks: Sequence[Chunk]) -> Tensor:
+        Raises:
+            ValueError: if a table is missing.
+        """
+        self.config = config
+        self.weights = weights
+        self.drafter = Drafter(config, weights) if config.num_nextn_predict_layers else None
+        self._engram = Engram(config, tables or {})
+        self._specs = config.layers
+        self._layers = [
+            Layer(config, spec.ratio, layer)
+            for spec, layer in zip(self._specs, weights.layers, strict=True)
+        ]
+        rule = config.layout().group(f"index_r{config.ratios[config.last_owner]}").scale_rule
+        self._indexer = Indexer(config, rule)
+
+    def encode(self, chunks: Sequence[Chunk], losses: list[Tensor] | None = None) -> Streams:
         """Run the encoder; write its window rows and the global entries of every owner.
 
+        ``losses`` gets what each indexer is to learn from, if there is a gradient to take.
+
         Shapes:
-            returns the encoder's output ``[rows, hidden]``, rows of all chunks in order.
+            returns the encoder's output, rows of all chunks in order.
         """
-        rows = self.weights.embedding[
-            torch.cat([chunk.state.tokens[chunk.start : chunk.stop] for chunk in chunks])
+        is_image = torch.cat([chunk.is_image for chunk in chunks])
+        found = [
+            self._engram.locate(chunk.state.tokens, chunk.state.is_image, chunk.positions)
+            for chunk in chunks
         ]
-        chosen: dict[tuple[int, int], Tensor] = {}
+        embedded = torch.cat([self._embed(chunk) for chunk in chunks])
+        streams = Streams.start(embedded, self.config.hc_mult)
+        selections = [Selection() for _ in chunks]
         for spec in self._specs[: self.config.last_owner]:
+            engram = self.weights.layers[spec.layer].engram
+            if engram is not None:
+                rows = torch.cat([located[spec.layer] for located in found])
+                streams = self._engram.add(spec.layer, engram, streams, rows, is_image)
             if spec.mode is Mode.FULL:
-                self._write_global(spec, rows, chunks)
-            rows = self._layer(spec, rows, chunks, chosen)
-        self._write_global(self._specs[self.config.last_owner], rows, chunks)
+                self._write_global(spec, streams, chunks)
+            streams = self._run(spec, streams, chunks, selections, losses)
+        # All that a prompt leaves behind is written once the decoder's first owner has its entries.
+        self._write_global(self._specs[self.config.last_owner], streams, chunks)
+        return streams
+
+    def decode(
+        self, streams: Streams, chunks: Sequence[Chunk], losses: list[Tensor] | None = None
+    ) -> Tensor:
+        """Run the decoder over encoder outputs; write its window rows, and the drafter's.
+
+        ``losses`` as in ``encode``.
+
+        Shapes:
+            streams of rows of all chunks in order; returns logits ``[rows, vocab]``.
+        """
+        selections = [Selection() for _ in chunks]
+        targets = []
+        for spec in self._specs[self.config.last_owner :]:
+            if spec.layer in self.config.dspark_target_layer_ids:
+                targets.append(streams.values.mean(dim=1))
+            streams = self._run(spec, streams, chunks, selections, losses)
+        if self.drafter is not None:
+            self.drafter.remember(torch.cat(targets, dim=1), chunks)
+        return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
+
+    def _embed(self, chunk: Chunk) -> Tensor:
+        """Return the embedding of a chunk's tokens, or of what its images show there.
+
+        Shapes:
+            returns ``[rows, hidden]``.
+        """
+        rows = self.weights.embedding[chunk.state.tokens[chunk.start : chunk.stop]]
+        for image in chunk.state.images:
+            span = image.span
+            start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
+            if start < stop:
+                assert self.weights.vision is not None
+                shown = image_rows(self.weights.vision, image)[
+                    start - span.start : stop - span.start
+                ]
+                before, after = rows[: start - chunk.start], rows[stop - chunk.start :]
+                rows = torch.cat((before, shown, after))
         return rows
 
-    def decode(self, rows: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """Run the decoder over encoder outputs; write its window rows.
-
-        Shapes:
-            rows ``[rows, hidden]``, of all chunks in order; returns logits ``[rows, vocab]``.
-        """
-        chosen: dict[tuple[int, int], Tensor] = {}
-        for spec in self._specs[self.config.last_owner :]:
-            rows = self._layer(spec, rows, chunks, chosen)
-        return self._norm(rows, self.weights.norm) @ self.weights.head
-
-    def _layer(
+    def _run(
         self,
         spec: LayerSpec,
-        rows: Tensor,
+        streams: Streams,
         chunks: Sequence[Chunk],
-        chosen: dict[tuple[int, int], Tensor],
-    ) -> Tensor:
-        """Run one layer.
+        selections: list[Selection],
+        losses: list[Tensor] | None,
+    ) -> Streams:
+        """Run one layer: attention to chosen entries and the window at once, then feed forward.
 
         Shapes:
-            rows ``[rows, hidden]``; ``chosen[index source, chunk]`` int64 ``[rows, index_topk]`` is
-            written by index sources and read by the layers above them; returns ``[rows, hidden]``.
+            ``selections`` has one for each chunk; index sources write it, the layers above read it.
         """
-        weights = self.weights.layers[spec.layer]
-        inputs = self._norm(rows, weights.norm)
+        layer = self._layers[spec.layer]
         positions = torch.cat([chunk.positions for chunk in chunks])
-        latent = self._norm(inputs @ weights.query_down, weights.query_norm)
-        queries = (latent @ weights.query_up).reshape(
-            len(rows), self.config.num_attention_heads, -1
-        )
-        queries = self._rotate(self._norm(queries, None), positions, spec.ratio)
-        window = self._norm(inputs @ weights.window, weights.window_norm)
-        window = self._rotate(window, positions, spec.ratio)
+        projected = layer.project(streams.mixed(), positions)
         outputs = []
-        for number, (chunk, own) in enumerate(_rows_of(chunks)):
-            chunk.state.write_window(spec.layer, chunk.start, window[own])
+        for number, (chunk, own) in enumerate(rows_of(chunks)):
+            state = chunk.state
+            state.write_window(spec.layer, chunk.start, projected.window[own])
             if spec.index_source == spec.layer:
-                chosen[spec.layer, number] = self._choose(spec, inputs[own], latent[own], chunk)
-            picks = None
-            if spec.index_source is not None:
-                picks = chosen[spec.index_source, number]
-            outputs.append(self._attend(spec, queries[own], picks, chunk))
-        # Entries are values as well as keys, so the sum carries their absolute rotation. Turning it
-        # back by the query's position leaves relative positions only.
-        attended = self._rotate(torch.cat(outputs), positions, spec.ratio, back=True)
-        rows = rows + attended.flatten(1) @ weights.output
-        ffn_inputs = self._norm(rows, weights.ffn_norm)
-        return rows + ops.swiglu(ffn_inputs, weights.gate, weights.up, weights.down)
+                selections[number] = self._indexer.choose(
+                    spec,
+                    layer,
+                    projected.rows(own),
+                    chunk.positions,
+                    state.entries,
+                    selections[number],
+                )
+            picks, scores = selections[number].picks, selections[number].scores
+            places = [state.read_window(spec.layer, chunk.start, chunk.stop)]
+            if picks is not None and spec.owner is not None:
+                places.append(read_entries(state.entries, spec, picks))
+            attended, shares = ops.attend(projected.queries[own], places)
+            outputs.append(attended)
+            if losses is not None and spec.index_source == spec.layer:
+                assert picks is not None
+                assert scores is not None
+                losses.append(ops.choice_loss(scores, picks, shares[-1]))
+        weights = layer.weights
+        closed = layer.close(torch.cat(outputs), positions)
+        streams = streams.advance(closed, weights.attention_mix, self.config)
+        return streams.advance(layer.feed(streams.mixed()), weights.ffn_mix, self.config)
 
-    def _attend(
-        self, spec: LayerSpec, queries: Tensor, picks: Tensor | None, chunk: Chunk
-    ) -> Tensor:
-        """Attend to the chosen global entries of the owner and to the layer's own window, at once.
-
-        Shapes:
-            queries ``[rows, heads, head_dim]``, picks int64 ``[rows, index_topk]``; returns
-            ``[rows, heads, head_dim]``.
-        """
-        keys, readable = chunk.state.read_window(spec.layer, chunk.positions)
-        if spec.owner is not None and picks is not None:
-            chosen = chunk.state.entries.gather(f"main_r{spec.ratio}", spec.owner, picks)
-            keys = torch.cat((chosen, keys), dim=1)
-            readable = torch.cat((picks >= 0, readable), dim=1)
-        return ops.attend(queries, keys, readable)
-
-    def _choose(self, spec: LayerSpec, inputs: Tensor, latent: Tensor, chunk: Chunk) -> Tensor:
-        """Choose the global entries that each query of an index source reads.
-
-        A query at p sees the entries of groups that end at or before it: ``(p + 1) // ratio``.
-
-        Shapes:
-            inputs ``[rows, hidden]``, latent ``[rows, q_lora_rank]``; returns int64 ``[rows, index_topk]``.
-        """
-        weights = self.weights.layers[spec.layer].indexer
-        assert weights is not None
-        assert spec.owner is not None
-        queries = (latent @ weights.query).reshape(len(latent), self.config.index_n_heads, -1)
-        queries = self._rotate(self._norm(queries, None), chunk.positions, spec.ratio)
-        # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
-        queries = round_mxfp4(queries, self._index_rule)
-        visible = (chunk.positions + 1) // spec.ratio
-        keys = chunk.state.entries.scan(f"index_r{spec.ratio}", spec.owner, int(visible.max()))
-        scores = ops.index_scores(queries, inputs @ weights.head, keys)
-        return ops.top_entries(scores, visible, self.config.index_topk)
-
-    def _write_global(self, spec: LayerSpec, rows: Tensor, chunks: Sequence[Chunk]) -> None:
+    def _write_global(self, spec: LayerSpec, streams: Streams, chunks: Sequence[Chunk]) -> None:
         """Write the global entries of an owner, for the groups that these rows complete.
 
         The main entry is the rotated latent, the indexer key comes from the latent before rotation:
         neither can be made from the other.
-
-        Shapes:
-            rows ``[rows, hidden]``: the input of the owner's layer.
         """
-        layer = self.weights.layers[spec.layer]
-        weights = layer.owner
+        layer = self._layers[spec.layer]
+        weights = layer.weights.owner
         assert weights is not None
-        inputs = self._norm(rows, layer.norm)
+        inputs = layer.norm(streams.mixed(), layer.weights.norm)
         values = inputs @ weights.values
         scores = values if weights.gate is None else inputs @ weights.gate
-        for chunk, own in _rows_of(chunks):
-            first, groups = chunk.state.push_group(
-                spec.layer, spec.ratio, chunk.start, PendingGroup(values[own], scores[own])
+        for chunk, own in rows_of(chunks):
+            first, pooled, shares = chunk.state.push_groups(
+                spec.layer, chunk.start, values[own], scores[own]
             )
-            if not len(groups.values):
+            if not len(pooled):
                 continue
-            pooled = groups.values
-            if weights.gate is not None:
-                shape = (-1, spec.ratio, self.config.head_dim)
-                pooled = ops.pool_groups(groups.values.reshape(shape), groups.scores.reshape(shape))
-            latent = self._norm(pooled, weights.norm)
+            latent = pooled[:, 0] if weights.gate is None else ops.pool_groups(pooled, shares)
+            latent = layer.norm(latent, weights.norm)
             # Every entry stands at the first position of its group.
             positions = (first + torch.arange(len(latent))) * spec.ratio
-            main = self._rotate(latent, positions, spec.ratio)
-            index = self._norm(latent @ weights.index_key, weights.index_norm)
-            index = self._rotate(index, positions, spec.ratio)
+            main = layer.rotate(latent, positions)
+            index = layer.norm(latent.detach() @ weights.index_key, weights.index_norm)
+            index = layer.rotate(index, positions)
             chunk.state.entries.write(f"main_r{spec.ratio}", spec.layer, first, main)
             chunk.state.entries.write(f"index_r{spec.ratio}", spec.layer, first, index)
-
-    def _norm(self, values: Tensor, weight: Tensor | None) -> Tensor:
-        """``ops.rms_norm`` with the config's epsilon. Shapes: ``[..., width]`` in and out."""
-        return ops.rms_norm(values, weight, self.config.rms_norm_eps)
-
-    def _rotate(
-        self, values: Tensor, positions: Tensor, ratio: int, *, back: bool = False
-    ) -> Tensor:
-        """``ops.rotate`` with the base of layers of this ratio. Shapes: ``[rows, ..., width]``."""
-        config = self.config
-        # A layer's queries meet its window rows and its global entries in one product, so all three
-        # turn at one base.
-        theta = config.compress_rope_theta if ratio else config.rope_theta
-        return ops.rotate(values, positions, theta=theta, dims=config.qk_rope_head_dim, back=back)

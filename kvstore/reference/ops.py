@@ -6,7 +6,11 @@ a row's result does not depend on which other rows are computed in the same call
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,52 +67,167 @@ def pool_groups(values: Tensor, scores: Tensor) -> Tensor:
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """Score every entry for every query: ``sum over heads of weight * relu(query . key)``.
+    """Score entries for every query: ``sum over heads of weight * relu(query . key)``.
 
     Queries and keys are both on the MXFP4 grid, so in float64 each dot product is exact in any
     order of addition, and heads are added one by one. Equal keys therefore get equal scores, bit
     for bit, however many entries there are and however the queries are split into calls.
 
     Shapes:
-        queries ``[rows, heads, index_dim]``, weights ``[rows, heads]``, keys ``[n, index_dim]``;
-        returns ``[rows, n]``.
+        queries ``[rows, heads, index_dim]``, weights ``[rows, heads]``, keys ``[n, index_dim]``, the
+        same for every row, or ``[rows, n, index_dim]``; returns ``[rows, n]``.
     """
-    total = queries.new_zeros(len(queries), len(keys))
+    total = queries.new_zeros(len(queries), keys.shape[-2])
     for head in range(queries.shape[1]):
-        total += weights[:, head, None] * functional.relu(queries[:, head] @ keys.T)
+        query = queries[:, head]
+        products = query @ keys.T if keys.ndim == 2 else (keys @ query[..., None]).squeeze(-1)
+        total = total + weights[:, head, None] * functional.relu(products)
     return total
 
 
-def top_entries(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """Choose the ``count`` best visible entries of each row; a tie goes to the lower index.
-
-    Exact ties are common, because ReLU makes exact zeros. The choice must not depend on how many
-    entries there are beyond the visible ones: a stable sort guarantees that, ``torch.topk`` does not.
+def visible_entries(count: int, visible: Tensor) -> Tensor:
+    """Return the entries that each row sees, as candidates to choose from.
 
     Shapes:
-        scores ``[rows, n]``, visible int64 ``[rows]``: row r sees entries ``[0, visible[r])``;
-        returns int64 ``[rows, count]``, ascending, padded at the end with -1.
+        visible int64 ``[rows]``: row r sees entries ``[0, visible[r])``; returns int64
+        ``[rows, count]``, ascending, -1 where it sees none.
     """
-    entries = scores.shape[1]
-    hidden = torch.arange(entries) >= visible[:, None]
-    ranked = scores.masked_fill(hidden, -math.inf).sort(dim=-1, descending=True, stable=True)
-    best = ranked.indices[:, :count]
+    entries = torch.arange(count)
+    return torch.where(entries < visible[:, None], entries, -1)
+
+
+def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """Choose the ``count`` best candidates of each row; a tie goes to the lower entry.
+
+    Exact ties are common, because ReLU makes exact zeros. The choice must not depend on how many
+    other columns there are: a stable sort guarantees that, ``torch.topk`` does not.
+
+    Shapes:
+        scores ``[rows, n]``, candidates int64 ``[rows, n]``: entries, ascending, with -1 anywhere for
+        none; returns int64 ``[rows, count]``, ascending, padded at the end with -1.
+    """
+    ranked = scores.masked_fill(candidates < 0, -math.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
+    best = candidates.gather(1, ranked.indices[:, :count])
     # In ascending order the sum over the chosen entries is always taken in the same order.
-    ascending = best.masked_fill(best >= visible[:, None], entries).sort(dim=-1).values
-    chosen = ascending.masked_fill(ascending == entries, -1)
+    beyond = torch.iinfo(torch.int64).max
+    ascending = best.masked_fill(best < 0, beyond).sort(dim=-1).values
+    chosen = ascending.masked_fill(ascending == beyond, -1)
     return functional.pad(chosen, (0, count - chosen.shape[1]), value=-1)
 
 
-def attend(queries: Tensor, keys: Tensor, readable: Tensor) -> Tensor:
-    """Attend from each row to its own gathered keys, which are the values as well.
+def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Tensor:
+    """Keep the candidates of the ``count`` best blocks of each row; a block is worth its best entry.
 
-    What is not readable may hold anything, NaN included: it is cleared before any product.
+    A tie goes to the lower block. A row that sees no more than ``count`` blocks keeps all it sees.
 
     Shapes:
-        queries ``[rows, heads, dim]``, keys ``[rows, k, dim]``, readable bool ``[rows, k]`` with at
-        least one True a row; returns ``[rows, heads, dim]``.
+        scores and candidates as ``top_entries`` takes them, with entry j in column j; returns int64
+        ``[rows, count * block]``, ascending with gaps: -1 for none.
     """
-    keys = keys.masked_fill(~readable[..., None], 0.0)
-    scores = torch.einsum("rhd,rkd->rhk", queries, keys) / math.sqrt(queries.shape[-1])
-    weights = scores.masked_fill(~readable[:, None], -math.inf).softmax(dim=-1)
-    return torch.einsum("rhk,rkd->rhd", weights, keys)
+    rows, entries = scores.shape
+    short = -entries % block
+    scores = functional.pad(
+        scores.masked_fill(candidates < 0, -math.inf), (0, short), value=-math.inf
+    )
+    worth = scores.reshape(rows, -1, block).amax(dim=-1)
+    blocks = torch.where(worth == -math.inf, -1, torch.arange(worth.shape[1]))
+    kept = top_entries(worth, blocks, count)
+    places = kept[..., None] * block + torch.arange(block)
+    padded = functional.pad(candidates, (0, short), value=-1)
+    pool = padded.gather(1, places.clamp(min=0).flatten(1))
+    return pool.masked_fill((kept < 0).repeat_interleave(block, dim=1), -1)
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Return positive matrices whose rows and columns each sum to one, nearly: Sinkhorn-Knopp.
+
+    Shapes:
+        logits ``[rows, n, n]``; returns the same.
+    """
+    mixed = logits.softmax(dim=-1) + eps
+    for _ in range(iterations):
+        mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + eps)
+        mixed = mixed / (mixed.sum(dim=-1, keepdim=True) + eps)
+    return mixed
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounded values forwards, the gradient of the values backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
+        """Return ``rounded``."""
+        del ctx, values
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient as if nothing had been rounded."""
+        del ctx
+        return gradients[0], None
+
+
+def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
+    """Return ``rounded``, through which a gradient passes to ``values`` unchanged.
+
+    Rounding has no useful gradient of its own; a model that is trained with this one is trained on
+    the numbers that it will read.
+
+    Shapes:
+        two of the same, which is returned.
+    """
+    result: Tensor = _StraightThrough.apply(values, rounded)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What queries read from one place; keys are the values as well.
+
+    Shapes:
+        values ``[rows, k, dim]``, readable bool ``[rows, k]``: what is not may hold any finite number.
+    """
+
+    values: Tensor
+    readable: Tensor
+
+
+def attend(queries: Tensor, places: Sequence[Keys]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Attend from each row to its own keys, of all places at once.
+
+    Shapes:
+        queries ``[rows, heads, dim]``; each row has at least one readable key; returns
+        ``[rows, heads, dim]``, and of each place how much it gave, ``[rows, heads, k]``.
+    """
+    scores = [
+        torch.einsum("rhd,rkd->rhk", queries, place.values).masked_fill(
+            ~place.readable[:, None], -math.inf
+        )
+        for place in places
+    ]
+    weights = (torch.cat(scores, dim=-1) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
+    ends = itertools.accumulate(place.values.shape[1] for place in places[:-1])
+    shares = weights.tensor_split(list(ends), dim=-1)
+    read = [
+        torch.einsum("rhk,rkd->rhd", share, place.values)
+        for share, place in zip(shares, places, strict=True)
+    ]
+    return torch.stack(read).sum(dim=0), shares
+
+
+def choice_loss(scores: Tensor, picks: Tensor, shares: Tensor) -> Tensor:
+    """Return how far scores are from saying where attention went: KL divergence, mean over rows.
+
+    Shapes:
+        scores and picks ``[rows, k]``, -1 for no pick; shares ``[rows, heads, k]``: what attention
+        gave to each pick, taken as it is; returns a scalar.
+    """
+    is_there = picks >= 0
+    rows = is_there.any(dim=1)
+    given = shares.detach().sum(dim=1)[rows]
+    given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(given.dtype).tiny)
+    said = scores.masked_fill(~is_there, -math.inf)[rows].log_softmax(dim=1)
+    said = said.masked_fill(~is_there[rows], 0.0)
+    return (torch.xlogy(given, given) - given * said).sum() / max(1, len(given))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 import kvstore
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.entries import GlobalEntries
 from kvstore.reference.formats import pack_rows, unpack_rows
+from kvstore.reference.ops import Keys, straight_through
+from kvstore.reference.vision import Image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +43,16 @@ class Floors:
         return cls(start=start, hit=hit, read_floor=start, window_write_floor=start)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingGroup:
-    """Tokens of a compression group that is not complete yet.
-
-    Shapes:
-        values and scores ``[n, head_dim]``, n < ratio.
-    """
-
-    values: Tensor
-    scores: Tensor
-
-
 class SequenceState:
-    """Window rows, global entries and pending groups of one sequence.
+    """Window rows, global entries and rows of unfinished groups of one sequence.
 
-    It keeps the window rows of every token that it ran, where a real engine keeps a ring of W rows:
-    then a snapshot can be taken at any boundary, and a row that must not be read can be poisoned.
+    It keeps the rows of every token that it ran, where a real engine keeps rings of W rows and of the
+    tokens of one group: then a snapshot can be taken at any boundary, tokens can be taken back, and a
+    row that must not be read can be poisoned.
 
     Shapes:
-        tokens int64 ``[capacity]``; windows ``[layers, capacity, head_dim]``.
+        tokens int64 and is_image bool ``[capacity]``; windows ``[layers, capacity, head_dim]``, draft
+        layers last; groups, by owner, ``[2, capacity, head_dim]``: values and scores.
     """
 
     def __init__(
@@ -70,17 +64,25 @@ class SequenceState:
         floors: Floors,
         prompt: int,
         dtype: torch.dtype,
+        images: Sequence[Image] = (),
     ) -> None:
         """Start a sequence whose first ``prompt`` tokens are the prompt."""
         self.tokens = torch.from_numpy(tokens.astype(np.int64))
+        self.images = tuple(images)
+        self.is_image = torch.zeros(len(tokens), dtype=torch.bool)
+        for span in (image.span for image in images):
+            self.is_image[span.start : span.stop] = True
         self.floors = floors
         self.decoder_floor = max(0, prompt - config.sliding_window)
         """D: decoder window rows exist from here, whatever was hit and however prefill was cut."""
         self.entries = GlobalEntries(layout, len(tokens), dtype)
         # NaN until written: a row read before its time shows in every result.
-        shape = (config.num_hidden_layers, len(tokens), config.head_dim)
+        shape = (config.draft_layers.stop, len(tokens), config.head_dim)
         self.windows = torch.full(shape, torch.nan, dtype=dtype)
-        self.pending: dict[int, PendingGroup] = {}
+        self.groups = {
+            owner: torch.full((2, *shape[1:]), torch.nan, dtype=dtype)
+            for owner in config.kv_source_layer_ids
+        }
         self._config = config
         self._group = layout.group("window")
 
@@ -105,43 +107,82 @@ class SequenceState:
         if layer < self._config.last_owner:
             skip = max(0, self.floors.window_write_floor - start)
             start, rows = start + skip, rows[skip:]
-        stored = pack_rows(self._group, rows)
-        self.windows[layer, start : start + len(rows)] = unpack_rows(
-            self._group, stored, rows.dtype
-        )
+            if not len(rows):
+                return
+        stored = unpack_rows(self._group, pack_rows(self._group, rows), rows.dtype)
+        self.windows[layer, start : start + len(rows)] = straight_through(rows, stored)
 
-    def read_window(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the window rows that queries at ``positions`` read, and which of them are readable.
+    def read_window(self, layer: int, start: int, stop: int) -> Keys:
+        """Return the window rows that queries at ``[start, stop)`` read.
+
+        Rows below the floor are not touched: zeros stand where they would be.
 
         Shapes:
-            positions int64 ``[rows]``; returns ``[rows, W, head_dim]`` and bool ``[rows, W]``.
+            returns ``[stop - start, W, head_dim]``, a view in which the windows overlap.
         """
         in_encoder = layer < self._config.last_owner
         floor = self.floors.read_floor if in_encoder else self.decoder_floor
         window = self._config.sliding_window
-        reads = positions[:, None] + torch.arange(1 - window, 1)
-        return self.windows[layer][reads.clamp(min=0)], reads >= floor
+        low = min(max(floor, start - window + 1), stop)
+        missing = low - (start - window + 1)
+        rows = functional.pad(self.windows[layer, low:stop], (0, 0, missing, 0))
+        reads = torch.arange(start, stop)[:, None] + torch.arange(1 - window, 1)
+        return Keys(rows.unfold(0, window, 1).transpose(1, 2), reads >= floor)
 
-    def push_group(
-        self, layer: int, ratio: int, first: int, rows: PendingGroup
-    ) -> tuple[int, PendingGroup]:
+    def push_groups(
+        self, layer: int, start: int, values: Tensor, scores: Tensor
+    ) -> tuple[int, Tensor, Tensor]:
         """Add token rows of an owner; return the groups they complete and the first one's number.
 
         Rows below the write floor belong to entries that exist already and are dropped. The rest
         of an incomplete group waits here, because prefill may be cut inside a group.
 
         Shapes:
-            rows ``[n, head_dim]`` for tokens ``first``, ``first + 1``, ...; returns rows of complete
-            groups, ``[groups * ratio, head_dim]``.
+            values and scores ``[n, head_dim]`` for tokens ``start``, ``start + 1``, ...; returns values
+            and scores of complete groups, ``[groups, ratio, head_dim]``.
         """
-        skip = max(0, self.floors.hit - first)
-        first, values, scores = first + skip, rows.values[skip:], rows.scores[skip:]
-        waiting = self.pending.pop(layer, None)
-        if waiting is not None:
-            first -= len(waiting.values)
-            values = torch.cat((waiting.values, values))
-            scores = torch.cat((waiting.scores, scores))
-        whole = len(values) // ratio * ratio
-        if whole < len(values):
-            self.pending[layer] = PendingGroup(values[whole:], scores[whole:])
-        return first // ratio, PendingGroup(values[:whole], scores[:whole])
+        ratio, stop = self._config.ratios[layer], start + len(values)
+        skip = max(0, self.floors.hit - start)
+        kept = self.groups[layer]
+        kept[:, start + skip : stop] = torch.stack((values[skip:], scores[skip:]))
+        first, end = max(start, self.floors.hit) // ratio, stop // ratio
+        rows = kept[:, first * ratio : max(first, end) * ratio].reshape(
+            2, -1, ratio, self._config.head_dim
+        )
+        return first, rows[0], rows[1]
+
+    def rollback(self, end: int) -> None:
+        """Forget tokens from ``end`` on, which were run and turn out not to follow."""
+        self.tokens[end:] = 0
+        self.windows[:, end:] = torch.nan
+        for rows in self.groups.values():
+            rows[:, end:] = torch.nan
+        self.entries.truncate(end)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[start, stop)`` of one sequence, to be run in one pass."""
+
+    state: SequenceState
+    start: int
+    stop: int
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of its rows, int64 ``[rows]``."""
+        return torch.arange(self.start, self.stop)
+
+    @property
+    def is_image(self) -> Tensor:
+        """Which of its rows stand for an image, bool ``[rows]``."""
+        return self.state.is_image[self.start : self.stop]
+
+
+def rows_of(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
+    """Yield each chunk with the place of its rows among the rows of all."""
+    first = 0
+    for chunk in chunks:
+        last = first + chunk.stop - chunk.start
+        yield chunk, slice(first, last)
+        first = last

@@ -1,8 +1,14 @@
-"""Random weights, the same in every process for one seed. They know shapes and nothing else."""
+"""Weights as plain tensors by name. They know shapes and nothing else.
+
+Random ones are the same in every process for one seed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +46,33 @@ class IndexerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixWeights:
+    """What mixes the n streams of a residual around one sub-layer.
+
+    Shapes:
+        project ``[n * hidden, 2 n + n * n]`` and bias ``[2 n + n * n]``: for A, C and B in this order.
+    """
+
+    project: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngramWeights:
+    """What turns looked-up rows into a gated addition to each of n streams.
+
+    Shapes:
+        keys ``[columns * engram_dim, n * hidden]``, values ``[columns * engram_dim, hidden]``,
+        query_norm and key_norm ``[n, hidden]``; columns is orders times heads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One layer.
 
@@ -61,8 +94,43 @@ class LayerWeights:
     gate: Tensor
     up: Tensor
     down: Tensor
-    owner: OwnerWeights | None
-    indexer: IndexerWeights | None
+    owner: OwnerWeights | None = None
+    indexer: IndexerWeights | None = None
+    engram: EngramWeights | None = None
+    attention_mix: MixWeights | None = None
+    ffn_mix: MixWeights | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWeights:
+    """The drafter: its layers, what feeds them, and its heads. Embedding and head are the model's.
+
+    Shapes:
+        project ``[targets * hidden, hidden]``, project_norm and norm ``[hidden]``, markov_in
+        ``[vocab, rank]``, markov_out ``[rank, vocab]``, confidence ``[hidden + rank, 1]``.
+    """
+
+    project: Tensor
+    project_norm: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    markov_in: Tensor
+    markov_out: Tensor
+    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionWeights:
+    """What makes rows of an image's patch features.
+
+    Shapes:
+        project ``[ratio * ratio * vision_hidden, hidden]``, start, newline and end ``[hidden]``.
+    """
+
+    project: Tensor
+    start: Tensor
+    newline: Tensor
+    end: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +145,50 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
+    draft: DraftWeights | None = None
+    vision: VisionWeights | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by name, as a checkpoint holds them."""
+        return dict(_named(self, ""))
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Weights:
+        """Return weights of this shape with other tensors; ``tensors`` names them all."""
+        return _rebuilt(self, "", tensors)
+
+
+_Node = TypeVar("_Node")
+
+
+def _named(node: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(node, Tensor):
+        yield name, node
+    elif isinstance(node, tuple):
+        for number, item in enumerate(node):
+            yield from _named(item, f"{name}.{number}")
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from _named(getattr(node, field.name), f"{name}.{field.name}".lstrip("."))
+
+
+def _rebuilt(node: _Node, name: str, tensors: Mapping[str, Tensor]) -> _Node:
+    found: object = node
+    if isinstance(node, Tensor):
+        found = tensors[name]
+        if found.shape != node.shape:
+            msg = f"tensor {name} has shape {list(found.shape)}, expected {list(node.shape)}"
+            raise ValueError(msg)
+    elif isinstance(node, tuple):
+        found = tuple(_rebuilt(item, f"{name}.{n}", tensors) for n, item in enumerate(node))
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        changes = {
+            field.name: _rebuilt(
+                getattr(node, field.name), f"{name}.{field.name}".lstrip("."), tensors
+            )
+            for field in dataclasses.fields(node)
+        }
+        found = dataclasses.replace(node, **changes)
+    return found  # type: ignore[return-value]
 
 
 class _Source:
@@ -105,12 +217,17 @@ def random_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype) -> We
         layers=tuple(_layer(config, spec, source) for spec in config.layers),
         norm=source.norm(hidden),
         head=source.matrix(hidden, vocab),
+        draft=_draft(config, source) if config.num_nextn_predict_layers else None,
+        vision=_vision(config, source) if config.image_token_id is not None else None,
     )
 
 
-def _layer(config: ReferenceConfig, spec: LayerSpec, source: _Source) -> LayerWeights:
+def _layer(config: ReferenceConfig, spec: LayerSpec | None, source: _Source) -> LayerWeights:
+    """Return a layer of the table, or one of the drafter, which the table does not have."""
     hidden, inner, rank = config.hidden_size, config.intermediate_size, config.q_lora_rank
     width = config.num_attention_heads * config.head_dim
+    is_source = spec is not None and spec.index_source == spec.layer
+    has_engram = spec is not None and spec.layer in config.engram_layer_ids
     return LayerWeights(
         norm=source.norm(hidden),
         query_down=source.matrix(hidden, rank),
@@ -123,8 +240,55 @@ def _layer(config: ReferenceConfig, spec: LayerSpec, source: _Source) -> LayerWe
         gate=source.matrix(hidden, inner),
         up=source.matrix(hidden, inner),
         down=source.matrix(inner, hidden),
-        owner=_owner(config, spec, source) if spec.mode is Mode.FULL else None,
-        indexer=_indexer(config, source) if spec.index_source == spec.layer else None,
+        owner=_owner(config, spec, source) if spec and spec.mode is Mode.FULL else None,
+        indexer=_indexer(config, source) if is_source else None,
+        engram=_engram(config, source) if has_engram else None,
+        attention_mix=_mix(config, source) if config.hc_mult > 1 else None,
+        ffn_mix=_mix(config, source) if config.hc_mult > 1 else None,
+    )
+
+
+def _mix(config: ReferenceConfig, source: _Source) -> MixWeights:
+    streams = config.hc_mult
+    outputs = 2 * streams + streams * streams
+    return MixWeights(
+        project=source.matrix(streams * config.hidden_size, outputs),
+        bias=source.matrix(1, outputs)[0],
+    )
+
+
+def _engram(config: ReferenceConfig, source: _Source) -> EngramWeights:
+    columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+    inputs, streams = columns * config.engram_head_dim, config.hc_mult
+    return EngramWeights(
+        keys=source.matrix(inputs, streams * config.hidden_size),
+        values=source.matrix(inputs, config.hidden_size),
+        query_norm=source.norm(streams * config.hidden_size).reshape(streams, -1),
+        key_norm=source.norm(streams * config.hidden_size).reshape(streams, -1),
+    )
+
+
+def _draft(config: ReferenceConfig, source: _Source) -> DraftWeights:
+    hidden, rank = config.hidden_size, config.dspark_markov_rank
+    return DraftWeights(
+        project=source.matrix(len(config.dspark_target_layer_ids) * hidden, hidden),
+        project_norm=source.norm(hidden),
+        layers=tuple(_layer(config, None, source) for _ in config.draft_layers),
+        norm=source.norm(hidden),
+        markov_in=source.matrix(rank, config.vocab_size).T.contiguous(),
+        markov_out=source.matrix(rank, config.vocab_size),
+        confidence=source.matrix(hidden + rank, 1),
+    )
+
+
+def _vision(config: ReferenceConfig, source: _Source) -> VisionWeights:
+    inputs = config.downsample_ratio**2 * config.vision_hidden_size
+    marks = source.matrix(3, config.hidden_size) * 3**0.5
+    return VisionWeights(
+        project=source.matrix(inputs, config.hidden_size),
+        start=marks[0].clone(),
+        newline=marks[1].clone(),
+        end=marks[2].clone(),
     )
 
 

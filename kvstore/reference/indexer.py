@@ -1,0 +1,111 @@
+"""Which global entries a query reads: the indexer, and the candidates that later indexers choose among.
+
+A Full layer scores every visible entry and takes the best. The candidate source also keeps the best
+blocks of entries, by their best score; Reindex layers above it score and choose inside those only. All
+of it is made anew for every query and belongs to no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvstore.reference import ops
+from kvstore.reference.config import LayerSpec, Mode, ReferenceConfig
+from kvstore.reference.entries import GlobalEntries
+from kvstore.reference.formats import round_mxfp4
+from kvstore.reference.layer import Layer, Projected
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the queries of one pass have chosen so far.
+
+    Shapes:
+        picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; scores of
+        the same shape, arbitrary where there is no pick; pool int64 ``[rows, candidate_topk_blocks *
+        candidate_block_size]``: the candidates, -1 for none.
+    """
+
+    picks: Tensor | None = None
+    scores: Tensor | None = None
+    pool: Tensor | None = None
+
+
+class Indexer:
+    """Chooses entries for the index sources of a model."""
+
+    def __init__(self, config: ReferenceConfig, scale_rule: str) -> None:
+        self._config = config
+        self._scale_rule = scale_rule
+
+    def choose(
+        self,
+        spec: LayerSpec,
+        layer: Layer,
+        projected: Projected,
+        positions: Tensor,
+        entries: GlobalEntries,
+        before: Selection,
+    ) -> Selection:
+        """Choose for the queries of an index source; ``before`` is what the one below it chose.
+
+        A query at p sees the entries of groups that end at or before it: ``(p + 1) // ratio``.
+
+        Shapes:
+            projected and positions have ``[rows]`` rows, of one sequence.
+        """
+        config, weights = self._config, layer.weights.indexer
+        assert weights is not None
+        assert spec.owner is not None
+        # Choosing has no gradient. The indexer learns to say where attention goes, from inputs that
+        # do not learn from it.
+        latent, inputs = projected.latent.detach(), projected.inputs.detach()
+        queries = (latent @ weights.query).reshape(len(positions), config.index_n_heads, -1)
+        queries = layer.rotate(layer.norm(queries, None), positions)
+        # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
+        queries = ops.straight_through(queries, round_mxfp4(queries, self._scale_rule))
+        shares = inputs @ weights.head
+        name = f"index_r{spec.ratio}"
+        if spec.mode is Mode.REINDEX:
+            candidates = before.pool
+            assert candidates is not None
+            keys = entries.gather(name, spec.owner, candidates)
+            # What stands for no candidate is arbitrary, NaN included.
+            keys = keys.masked_fill(candidates[..., None] < 0, 0.0)
+        else:
+            visible = (positions + 1) // spec.ratio
+            count = int(visible.max())
+            candidates = ops.visible_entries(count, visible)
+            keys = entries.scan(name, spec.owner, count)
+        scores = ops.index_scores(queries, shares, keys)
+        picks = ops.top_entries(scores, candidates, config.index_topk)
+        pool = before.pool
+        if spec.layer == config.candidate_source_layer_id:
+            block, blocks = config.candidate_block_size, config.candidate_topk_blocks
+            pool = ops.top_blocks(scores, candidates, block, blocks)
+        return Selection(picks, _scores_of(picks, candidates, scores), pool)
+
+
+def _scores_of(picks: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+    """Return the score of each pick, if anybody learns from it. Shapes: ``[rows, index_topk]``."""
+    if not scores.requires_grad:
+        return None
+    # Candidates are ascending but for gaps; a gap counts as the entry before it, to be searchable.
+    ascending = candidates.cummax(dim=1).values.contiguous()
+    columns = torch.searchsorted(ascending, picks.clamp(min=0)).clamp(max=scores.shape[1] - 1)
+    return scores.gather(1, columns)
+
+
+def read_entries(entries: GlobalEntries, spec: LayerSpec, picks: Tensor) -> ops.Keys:
+    """Return the chosen main entries of each query.
+
+    Shapes:
+        picks int64 ``[rows, k]``; returns ``[rows, k, head_dim]``.
+    """
+    assert spec.owner is not None
+    values = entries.gather(f"main_r{spec.ratio}", spec.owner, picks)
+    # What stands for no entry is arbitrary, NaN included.
+    return ops.Keys(values.masked_fill(picks[..., None] < 0, 0.0), picks >= 0)
