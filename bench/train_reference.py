@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from bench.chart import Point, Series, chart
+from kvstore.chart import Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import TrainedTable, addresses, random_rows, table_path, write_table
 from kvstore.reference.model import ReferenceModel
