@@ -146,7 +146,7 @@ def _check_opening(
     known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
     known = [name for name in dict.fromkeys(known) if name != "layout"]
-    check_options("open_adapter", {"path": "", **options}, known, ())
+    check_options("open_adapter", {"path": "a parameter of its own", **options}, known, ())
 
 
 class CausalModel:
