@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ SWITCHES = (
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
     "--host-resolver-rules=MAP * ~NOTFOUND",  # nothing leaves, whatever a page asks for
 )
+PATIENCE = 120
+"""Seconds of silence after which a browser is taken for dead: far more than any page takes here."""
 
 
 def found_browser() -> str:
@@ -58,6 +61,8 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
+            ready, _, _ = select.select([self.answers], [], [], PATIENCE)
+            assert ready, f"the browser said nothing for {PATIENCE} s"
             more = os.read(self.answers.fileno(), 1 << 20)
             assert more, "the browser has gone"
             self._unread += more

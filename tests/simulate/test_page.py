@@ -257,7 +257,7 @@ MEETING = """[...document.querySelectorAll("svg")].flatMap(svg => {
     ...(a.left < page.left - 1 || a.right > page.right + 1 || a.top < page.top - 1
       || a.bottom > page.bottom + 1 ? [[name, "leaves the chart"]] : []),
     ...texts.slice(i + 1).filter(([, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
-      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([other]) => [name, other])]); })"""
+      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1).map(([other]) => [name, other])]); })"""
 CONTRAST = """(() => {
   const light = text => { const parts = text.match(/[0-9.]+/g).slice(0, 3).map(part => {
       const c = part / 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; });
