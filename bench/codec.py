@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from kvstore import fp4
 from kvstore.block import BlockHash
-from kvstore.chart import Point, Series, chart
+from kvstore.chart import Axis, Point, Series, chart
 from kvstore.codec import native, numpy_reference
 from kvstore.command.terminal import progress_bar
 from kvstore.hash import block_hashes
@@ -443,8 +443,8 @@ def picture(sweep: Sequence[Row]) -> str:
     return chart(
         series,
         title=f"FP4 on one core, level {native.default_level()}",
-        x_label="size of the wide side, 2^x KiB",
-        y_label="GB/s, read and written",
+        x=Axis("size of the wide side, 2^x KiB"),
+        y=Axis("GB/s, read and written"),
     )
 
 

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 
 import kvstore
-from kvstore.chart import Point, Series, chart
+from kvstore.chart import Axis, Point, Series, chart
 from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text
 from kvstore.engine import smollm2
@@ -398,8 +398,8 @@ def picture(rows: Sequence[Row]) -> str:
     return chart(
         [Series(f"{group} in fewer bytes", points) for group, points in of_group.items()],
         title="Loss after a restored prefix, more than after a computed one",
-        x_label="bytes a token, keys and values (what is not in fewer bytes counts as bf16)",
-        y_label="nats a token",
+        x=Axis("bytes a token, keys and values (what is not in fewer bytes counts as bf16)"),
+        y=Axis("nats a token"),
     )
 
 

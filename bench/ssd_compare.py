@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.ssd_peers import PEERS
 from bench.ssd_store import BLOCK_TOKENS, COLD_SHARE, RUN_BLOCKS, Advance, forget_pages
-from kvstore.chart import Point, Series, chart
+from kvstore.chart import Axis, Point, Series, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_BLOCKS = 64
@@ -298,8 +298,6 @@ def picture(rows: Sequence[PeerRow]) -> str:
     return chart(
         series,
         title="Blocks of DeepSeek-V4.1-Flash, 64 made durable at once, all verified",
-        x_label="",
-        y_label="GB/s: mean, and quarters",
-        is_log=True,
-        x_names=[row.peer for row in present],
+        x=Axis("", ticks=tuple((float(x), row.peer) for x, row in enumerate(present, 1))),
+        y=Axis("GB/s: mean, and quarters", is_log=True),
     )

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ttft_engines import Connector, First, Job
-from kvstore.chart import Point, Series, chart
+from kvstore.chart import Axis, Point, Series, chart
 from kvstore.command.terminal import progress, progress_bar
 from kvstore.demo import default_text, drop_page_cache
 from kvstore.engine import smollm2
@@ -262,9 +262,8 @@ def pictures(rows: Sequence[Row]) -> dict[int, str]:
         drawn[length] = chart(
             [Series(name, tuple(points), is_line=True) for name, points in lines.items()],
             title=f"Time to first token of {length:,} tokens, after a restart",
-            x_label="% of the prompt stored before",
-            y_label="seconds (median, least, most)",
-            is_log=True,
+            x=Axis("% of the prompt stored before"),
+            y=Axis("seconds (median, least, most)", is_log=True),
         )
     return drawn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
@@ -15,6 +15,52 @@ CROWDED = 40
 """A label goes to the left of its point if the next point to the right is nearer than this."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 """Told apart by colour-blind readers as well. Source: the palette of Okabe and Ito."""
+INK, PAPER, GRID = "#222", "#fff", "#e4e4e4"
+LETTER = 6.4
+"""Width of a letter of 12 units, on average: a bit above that of common sans-serif fonts."""
+LINE = 16
+"""From one line of text to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The size of a chart, and what is free around its plot, in units of its own."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    is_inline: bool = False
+    """Part of a page that has a heading for it, and colours: names stand below the plot."""
+
+
+ALONE = Frame(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
+"""A file of its own, with names at the right."""
+INLINE = Frame(400, 270, 52, 14, 10, 44, is_inline=True)
+"""Its text can still be read where a phone of 360 pixels shrinks it to 320."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis measures, and how."""
+
+    label: str
+    is_log: bool = False
+    ends: tuple[float, float] | None = None
+    """Its first and last value; by default those of the points, and some room."""
+    ticks: tuple[tuple[float, str], ...] = ()
+    """Values and their labels; by default round numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A value of one axis that has a name: a dashed line across the plot."""
+
+    name: str
+    value: float
+    is_of_y: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +81,8 @@ class Series:
     name: str
     points: tuple[Point, ...]
     is_line: bool = False
+    has_dots: bool = True
+    is_dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +119,7 @@ class Scale:
             low, high = math.floor(math.log10(self.first)), math.ceil(math.log10(self.last))
             found = [f * 10.0**power for power in range(low, high + 1) for f in (1, 2, 5)]
         else:
-            rough = (self.last - self.first) / 5
+            rough = (self.last - self.first) / 6
             power = 10.0 ** math.floor(math.log10(rough))
             step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
             begin = math.ceil(self.first / step)
@@ -83,14 +131,16 @@ def chart(
     series: Sequence[Series],
     *,
     title: str,
-    x_label: str,
-    y_label: str,
-    is_log: bool = False,
-    x_names: Sequence[str] = (),
+    x: Axis,
+    y: Axis,
+    marks: Sequence[Mark] = (),
+    frame: Frame = ALONE,
+    description: str = "",
 ) -> str:
-    """Return a whole SVG file. ``is_log`` is for the values on the y axis, all positive then.
+    """Return a whole SVG file. Values on a logarithmic axis are positive.
 
-    ``x_names`` are what x = 1, 2, ... stand for, where they are no numbers.
+    ``description`` says in words what is to be seen, for those who do not see it. A page may give
+    colours of its own: to texts, those of class ``mark``, lines of class ``grid`` and ``mark``, and to ``series-0``, ``-1``, ...
 
     Raises:
         ValueError: if there is no point at all.
@@ -99,19 +149,32 @@ def chart(
     if not points:
         msg = "a chart needs at least one point, found none"
         raise ValueError(msg)
-    x = Scale(*_range([p.x for p in points], 0.06), LEFT, WIDTH - RIGHT)
+    upright = [mark for mark in marks if not mark.is_of_y]
+    level = [mark for mark in marks if mark.is_of_y]
+    left, right, bottom = frame.left, frame.width - frame.right, frame.height - frame.bottom
+    across = _scale(x, [*(p.x for p in points), *(m.value for m in upright)], left, right)
+    names = _in_rows([(across.place(m.value), m.name) for m in upright], left, right)
+    top = frame.top + LINE * (1 + max((row for *_, row in names), default=-1))
     ends = [value for p in points for value in (p.low, p.high)]
-    low, high = (min(ends) / 1.3, max(ends) * 1.3) if is_log else _range(ends, 0.06)
-    y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
-    body = [_text(LEFT, 22, title, "font-weight='bold'"), *_axes(x, y, x_label, y_label, x_names)]
+    up = _scale(y, [*ends, *(m.value for m in level)], bottom, top)
+    body = _axes(across, up, x, y, frame)
+    for mark, (at, row) in zip(sorted(upright, key=_value), names, strict=True):
+        place = across.place(mark.value)
+        body.append(_line(place, top, place, bottom, INK, "class='mark' stroke-dasharray='2 3'"))
+        body.append(_text(at, top - 5 - LINE * row, mark.name, "text-anchor='middle'"))
+    # Lines may run behind the name: it has an edge of the paper's colour.
+    halo = f"class='mark' stroke='{PAPER}' stroke-width='4' paint-order='stroke'"
+    for mark in level:
+        place = up.place(mark.value)
+        body.append(_line(left, place, right, place, INK, "class='mark' stroke-dasharray='2 3'"))
+        body.append(_text(left + 4, place - 5, mark.name, halo))
     for number, one in enumerate(series):
-        colour = COLOURS[number % len(COLOURS)]
         # Labels of every other series hang below their points: those of two rarely meet then.
-        body += _series(one, colour, x, y, label_drop=14 if number % 2 else -6)
-        top = TOP + 14 + 20 * number
-        body.append(f"<circle cx='{WIDTH - RIGHT + 22}' cy='{top - 4}' r='4' fill='{colour}'/>")
-        body.append(_text(WIDTH - RIGHT + 32, top, one.name))
-    return _page(HEIGHT, body)
+        body += _series(one, number, across, up, label_drop=14 if number % 2 else -6)
+    if not frame.is_inline:
+        body.append(_text(left, 22, title, "font-weight='bold'"))
+    keys, height = _keys(series, frame)
+    return _page(frame.width, height, [*body, *keys], title, description, frame.is_inline)
 
 
 def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
@@ -132,7 +195,7 @@ def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
     for value in x.ticks():
         if math.log10(value).is_integer():
             at = x.place(value)
-            body.append(_line(at, TOP, at, bottom, "#e4e4e4"))
+            body.append(_line(at, TOP, at, bottom, GRID, "class='grid'"))
             body.append(_text(at, bottom + 18, f"{value:,.12g}", "text-anchor='middle'"))
     for number, row in enumerate(rows):
         top, end = TOP + ROW * number, x.place(row.value)
@@ -141,67 +204,145 @@ def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
         body.append(_text(NAMES - 8, top + ROW - 9, row.name, "text-anchor='end'"))
         body.append(_text(end + 6, top + ROW - 9, row.label))
     body.append(_text((NAMES + WIDTH - LABELS) / 2, bottom + 40, x_label, "text-anchor='middle'"))
-    return _page(bottom + BOTTOM, body)
+    return _page(WIDTH, bottom + BOTTOM, body, title)
 
 
-def _page(height: int, body: Sequence[str]) -> str:
+def escaped(text: str) -> str:
+    """Return a text as XML and HTML have it, between tags or in quotes."""
+    # XML has no place for control characters, escaped or not.
+    return escape("".join(each if each.isprintable() else "?" for each in text))
+
+
+def _page(
+    width: int,
+    height: int,
+    body: Sequence[str],
+    title: str,
+    description: str = "",
+    is_inline: bool = False,  # noqa: FBT001, FBT002 - one of a frame's
+) -> str:
+    size = "" if is_inline else f"width='{width}' height='{height}' "
     head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' "
-        f"height='{height}' font-family='sans-serif' font-size='12' fill='#222'>"
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {size}role='img' "
+        f"font-family='sans-serif' font-size='12' fill='{INK}'>"
     )
-    frame = f"<rect width='{WIDTH}' height='{height}' fill='#fff'/>"
-    return "\n".join([head, frame, *body, "</svg>", ""])
+    words = [f"<title>{escaped(title)}</title>"]
+    words += [f"<desc>{escaped(description)}</desc>"] if description else []
+    paper = [] if is_inline else [f"<rect width='{width}' height='{height}' fill='{PAPER}'/>"]
+    return "\n".join([head, *words, *paper, *body, "</svg>", ""])
 
 
-def _range(values: Sequence[float], margin: float) -> tuple[float, float]:
+def _scale(axis: Axis, values: Sequence[float], start: float, stop: float) -> Scale:
+    if axis.ends is not None:
+        return Scale(*axis.ends, start, stop, axis.is_log)
+    if axis.is_log:
+        return Scale(min(values) / 1.3, max(values) * 1.3, start, stop, is_log=True)
     low, high = min(values), max(values)
-    room = (high - low) * margin or abs(high) * margin or 1.0
-    return low - room, high + room
+    room = (high - low) * 0.06 or abs(high) * 0.06 or 1.0
+    return Scale(low - room, high + room, start, stop)
+
+
+def _value(mark: Mark) -> float:
+    return mark.value
+
+
+def _in_rows(
+    labels: Sequence[tuple[float, str]], left: float, right: float
+) -> list[tuple[float, int]]:
+    """Return where each of some labels is centred, and in which row, so that no two meet.
+
+    In order of their places; within ``left`` and ``right``, and as low as there is room.
+    """
+    placed: list[tuple[float, int]] = []
+    ends: list[float] = []
+    for at, text in sorted(labels):
+        half = len(text) * LETTER / 2
+        middle = max(left + half, min(at, right - half))
+        row = next((n for n, end in enumerate(ends) if end <= middle - half), len(ends))
+        ends[row : row + 1] = [middle + half + LETTER]
+        placed.append((middle, row))
+    return placed
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:
-    # XML has no place for control characters, escaped or not.
-    shown = escape("".join(each if each.isprintable() else "?" for each in text))
-    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{shown}</text>"
+    return f"<text x='{x:.1f}' y='{y:.1f}' {more}>{escaped(text)}</text>"
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}'/>"
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "") -> str:
+    ends = f"x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'"
+    return f"<line {ends} stroke='{colour}' {more}/>"
 
 
-def _axes(x: Scale, y: Scale, x_label: str, y_label: str, x_names: Sequence[str]) -> list[str]:
+def _axes(across: Scale, up: Scale, x: Axis, y: Axis, frame: Frame) -> list[str]:
     drawn = []
-    named = [(float(value), name) for value, name in enumerate(x_names, 1)]
-    named = named or [(value, f"{value:,g}") for value in x.ticks()]
-    for number, (value, name) in enumerate(named):
-        at = x.place(value)
-        # Names are longer than numbers: those of neighbours stand in two lines.
-        below = HEIGHT - BOTTOM + 18 + (14 if x_names and number % 2 else 0)
-        drawn.append(_line(at, TOP, at, HEIGHT - BOTTOM, "#e4e4e4"))
-        drawn.append(_text(at, below, name, "text-anchor='middle'"))
-    for value in y.ticks():
-        at = y.place(value)
-        drawn.append(_line(LEFT, at, WIDTH - RIGHT, at, "#e4e4e4"))
-        drawn.append(_text(LEFT - 6, at + 4, f"{value:g}", "text-anchor='end'"))
-    drawn.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label, "text-anchor='middle'"))
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    turn = f"text-anchor='middle' transform='rotate(-90 16 {middle:.1f})'"
-    return [*drawn, _text(16, middle, y_label, turn)]
+    top, bottom, right = up.stop, frame.height - frame.bottom, frame.width - frame.right
+    ticks = x.ticks or tuple((value, f"{value:,g}") for value in across.ticks())
+    # Names are longer than numbers: those that would meet stand in two lines.
+    labels = _in_rows([(across.place(value), name) for value, name in ticks], 0, frame.width)
+    for (value, name), (_, row) in zip(ticks, labels, strict=True):
+        at = across.place(value)
+        drawn.append(_line(at, top, at, bottom, GRID, "class='grid'"))
+        drawn.append(_text(at, bottom + 18 + 14 * row, name, "text-anchor='middle'"))
+    for value, name in y.ticks or tuple((value, f"{value:g}") for value in up.ticks()):
+        at = up.place(value)
+        drawn.append(_line(frame.left, at, right, at, GRID, "class='grid'"))
+        drawn.append(_text(frame.left - 6, at + 4, name, "text-anchor='end'"))
+    centre, middle = (frame.left + right) / 2, (top + bottom) / 2
+    drawn.append(_text(centre, frame.height - 10, x.label, "text-anchor='middle'"))
+    turn = f"text-anchor='middle' transform='rotate(-90 14 {middle:.1f})'"
+    return [*drawn, _text(14, middle, y.label, turn)]
 
 
-def _series(series: Series, colour: str, x: Scale, y: Scale, label_drop: int) -> list[str]:
+def _keys(series: Sequence[Series], frame: Frame) -> tuple[list[str], int]:
+    """Return the names of the series beside their colours, and the height of a chart with them."""
+    drawn = []
+    at, base = float(frame.left), frame.height + 10
+    for number, one in enumerate(series):
+        if frame.is_inline:
+            length = 22 + len(one.name) * LETTER
+            if at > frame.left and at + length > frame.width:
+                at, base = float(frame.left), base + LINE
+            x, y, at = at + 6, base, at + length + LETTER
+        else:
+            x, y = frame.width - frame.right + 22, frame.top + 14 + 20 * number
+        sample = _dot(x, y - 4) if one.has_dots else ""
+        if one.is_line and frame.is_inline:
+            sample += _line(x - 8, y - 4, x + 8, y - 4, "currentColor", _dash(one, number))
+        drawn.append(_coloured(number, [sample]))
+        drawn.append(_text(x + 12, y, one.name))
+    return drawn, base + LINE - 6 if frame.is_inline else frame.height
+
+
+def _coloured(number: int, drawn: Sequence[str]) -> str:
+    of = number % len(COLOURS)
+    return f"<g class='series-{of}' color='{COLOURS[of]}'>{''.join(drawn)}</g>"
+
+
+def _dot(x: float, y: float) -> str:
+    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='currentColor'/>"
+
+
+def _dash(series: Series, number: int) -> str:
+    """Return how a line is dashed: if it is to be, or its colour was used before."""
+    return "stroke-dasharray='6 4'" if series.is_dashed or number >= len(COLOURS) else ""
+
+
+def _series(series: Series, number: int, x: Scale, y: Scale, label_drop: int) -> list[str]:
     drawn = []
     if series.is_line:
         path = " ".join(f"{x.place(p.x):.1f},{y.place(p.y):.1f}" for p in series.points)
-        drawn.append(f"<polyline points='{path}' fill='none' stroke='{colour}'/>")
-    for point in series.points:
+        style = f"fill='none' stroke='currentColor' stroke-width='1.5' {_dash(series, number)}"
+        drawn.append(f"<polyline points='{path}' {style}/>")
+    for point in series.points if series.has_dots else ():
         at_x, at_y = x.place(point.x), y.place(point.y)
-        drawn.append(_line(at_x, y.place(point.low), at_x, y.place(point.high), colour))
-        drawn.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='4' fill='{colour}'/>")
+        if point.low < point.high:
+            low, high = y.place(point.low), y.place(point.high)
+            drawn.append(_line(at_x, low, at_x, high, "currentColor"))
+        drawn.append(_dot(at_x, at_y))
         if point.label:
             ahead = (x.place(other.x) - at_x for other in series.points)
             is_crowded = any(0 < gap < CROWDED for gap in ahead)
             side, anchor = (-6, "end") if is_crowded else (6, "start")
-            style = f"fill='{colour}' text-anchor='{anchor}'"
+            style = f"fill='currentColor' text-anchor='{anchor}'"
             drawn.append(_text(at_x + side, at_y + label_drop, point.label, style))
-    return drawn
+    return [_coloured(number, drawn)]

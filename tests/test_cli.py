@@ -211,7 +211,7 @@ def test_simulate_prints_rows_and_what_they_say(
     arguments = ["--policy", "lru, optimal", "--size", "50%,2b,16KiB", "--bytes-per-token", "1024"]
     found = json.loads(printed(capsys, "simulate", trace_file, *arguments, "--json"))
     assert set(found) == {
-        "schema", "trace", "parameters", "seed", "rows", "ceiling", "ceilings", "lru_curve",
+        "schema", "trace", "parameters", "seed", "command", "version", "rows", "ceiling", "ceilings", "lru_curve",
         "recommendation", "hints",
     }  # fmt: skip
     assert found["schema"] == 1

@@ -8,8 +8,9 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,7 +56,7 @@ class _Given:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as JSON has them."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {**asdict(self), "tier": list(self.tier)}
 
 
 def simulate(
@@ -82,6 +83,7 @@ def simulate(
     jobs: int = 1,
     seed: int = 0,
     csv_file: Annotated[Path | None, Parameter(name="--csv")] = None,
+    html: Path | None = None,
     as_json: Json = False,
 ) -> int:
     """Tell what caches of these sizes, policies and tiers would have hit on recorded traces.
@@ -129,6 +131,9 @@ def simulate(
         Written into the result. Nothing here is drawn.
     csv_file
         A file for the rows, written whole or not at all.
+    html
+        A file for a page with charts, for browsers of any size. It needs no network. Written whole or
+        not at all.
     as_json
         Print an object, or an array with one for each of several traces, instead of tables.
     """
@@ -170,11 +175,14 @@ def simulate(
         found["trace"]["sha256"] = digest
         found["parameters"], found["seed"] = given.as_dict(), seed
         advice = found["recommendation"]
-        advice["command"] = _command(path, given, advice)
+        advice["command"] = _advised(path, given, advice)
+        found["command"], found["version"] = _command(path, given, {}), version("kvstore")
         results.append(found)
     # All traces are read and simulated by now: a bad one leaves nothing half written.
     if csv_file is not None:
         _write_csv(csv_file, results)
+    if html is not None:
+        _write_page(html, results)
     if as_json:
         write_json(results[0] if len(results) == 1 else results)
         return OK
@@ -286,27 +294,25 @@ def _names(text: str) -> list[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
-def _command(path: Path, given: _Given, advice: Mapping[str, Any]) -> str:
+def _advised(path: Path, given: _Given, advice: Mapping[str, Any]) -> str:
     """Return the command whose row shows what is recommended."""
+    changed = {"policy": advice["policy"]}
     blocks = next((each for each in advice["sizes"].values() if each is not None), None)
-    words = ["kvstore", "simulate", str(path), "--policy", advice["policy"]]
-    words += ["--size", given.size if blocks is None else f"{blocks}b"]
-    same: tuple[str, ...] = (
-        "warmup",
-        "semantics",
-        "format",
-        "block_size",
-        "unchained",
-        "model",
-        "bytes_per_token",
-    )
-    same += ("prefill_tps", "bandwidth", "window_tokens", "window_ttl", "window_bytes")
+    if blocks is not None:
+        changed["size"] = f"{blocks}b"
+    if "window" in advice:
+        changed["window_ttl"] = f"{advice['window']['ttl_seconds']:g}s"
+    return _command(path, given, changed)
+
+
+def _command(path: Path, given: _Given, changed: Mapping[str, str]) -> str:
+    """Return the command that asks for this, but for what is changed."""
+    words = ["kvstore", "simulate", str(path)]
     defaults = {"warmup": 0.0, "semantics": "prefix", "format": "auto", "block_size": 0}
     defaults |= {"unchained": "refuse"}
-    advised = {"window_ttl": f"{advice['window']['ttl_seconds']:g}s"} if "window" in advice else {}
-    for name in same:
-        value = advised.get(name, getattr(given, name))
-        if value != defaults.get(name):
+    for name, asked in given.as_dict().items():
+        value = changed.get(name, asked)
+        if name not in {"tier", "exclusive"} and value != defaults.get(name):
             words += [f"--{name.replace('_', '-')}", str(value).removesuffix(".0")]
     for tier in given.tier:
         words += ["--tier", tier]
@@ -364,6 +370,15 @@ def _write_csv(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     writer.writerows(rows)
     with created(path) as stream:
         stream.write(text.getvalue().encode())
+
+
+def _write_page(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    from kvstore.files import PUBLIC, written
+    from kvstore.simulate.page import simulation_page
+
+    text = simulation_page(results)
+    with written(path, PUBLIC) as stream:
+        stream.write(text.encode())
 
 
 def _write_simulation(found: Mapping[str, Any]) -> None:

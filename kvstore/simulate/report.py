@@ -27,6 +27,7 @@ from kvstore.simulate.run import (
 from kvstore.simulate.sizes import Size, bytes_text
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
 from kvstore.simulate.window import Windows, window_report
+from kvstore.trace.columns import SECOND
 
 SCHEMA = 1
 """Version of what a report holds. A key may be added; one that changes or goes raises it."""
@@ -98,6 +99,7 @@ def report(
         "trace": {
             "name": trace.name,
             "requests": len(trace),
+            "seconds": int(trace.arrival[-1] - trace.arrival[0]) / SECOND if len(trace) else 0.0,
             "block_tokens": trace.block_tokens,
             "block_references": trace.references,
             "distinct_blocks": trace.distinct_blocks,
@@ -168,7 +170,8 @@ def sentences(simulation: Simulation, question: Question, found: dict[str, Any])
         rate = bytes_text(question.cost.break_even)
         said.append(f"loading is faster than computing from {rate}/s on")
     for tiers in found.get("hierarchies", ()):
-        said.extend(_tier_sentences(tiers))
+        if tiers["policy"] == advice["policy"]:
+            said.extend(_tier_sentences(tiers))
     return said
 
 

@@ -77,6 +77,6 @@ def _measured(text: str, units: Mapping[str, float], expected: str) -> float:
 def bytes_text(size: float) -> str:
     """Return a size as people read it: ``38.2 GiB``."""
     for unit, factor in reversed(_UNITS.items()):
-        if size >= factor:
+        if size >= factor * (1 - 0.05 / 1024):  # what would be 1,024.0 of the unit below
             return f"{size / factor:,.1f} {unit}"
     return f"{size:,.0f} bytes"
