@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kvstore.chart import Point, Series, chart
+from kvstore.chart import Axis, Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import TrainedTable, addresses, random_rows, table_path, write_table
 from kvstore.reference.model import ReferenceModel
@@ -279,8 +279,8 @@ def draw(log: list[dict[str, float]]) -> str:
     return chart(
         [each for each in series if each.points],
         title="Loss of the reference model",
-        x_label="step",
-        y_label="bits per byte",
+        x=Axis("step"),
+        y=Axis("bits per byte"),
     )
 
 
