@@ -179,12 +179,17 @@ def block_hashes(
     for number in sorted(number for number in tails if number < blocks):
         digests += _plain_hashes(_last(digests, root), tokens, done, number, block_tokens)
         ids = tokens[number * block_tokens : (number + 1) * block_tokens].tobytes()
-        head = b"kvb1" + _U32.pack(block_tokens) + _last(digests, root)
-        digests += hashlib.sha256(head + ids + tails[number]).digest()
+        digests += block_hash(_last(digests, root), ids, tails[number])
         done = number + 1
     return HashRun(
         digests + _plain_hashes(_last(digests, root), tokens, done, blocks, block_tokens)
     )
+
+
+def block_hash(parent: BlockHash, ids: bytes, images: bytes = _U32.pack(0)) -> BlockHash:
+    """Return the digest of one block: of its parent's, its ids as they are stored, and its images."""
+    head = b"kvb1" + _U32.pack(len(ids) // 4) + parent
+    return BlockHash(hashlib.sha256(head + ids + images).digest())
 
 
 def identify(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.errors import ConfigError
 from kvstore.frame import FrameFormat
-from kvstore.hash import block_hashes, root_digest
+from kvstore.hash import block_hash, root_digest
 from kvstore.layout import LayerGroup, Layout
 
 Key = bytes | str
@@ -95,7 +95,7 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
         raise ValueError(msg)
     raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
     ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
-    return NamedBlock(ids, block_hashes(root, ids, len(ids))[0])
+    return NamedBlock(ids, block_hash(root, raw))
 
 
 def key_of(words: NDArray[np.uint32]) -> bytes:

@@ -130,7 +130,7 @@ def test_two_keys_that_share_sixteen_bytes_of_hash_are_a_miss(
 def test_two_keys_that_share_their_whole_hash_are_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys_module, "block_hashes", lambda *_: [KEYS_ROOT])
+    monkeypatch.setattr(keys_module, "block_hash", lambda *_: KEYS_ROOT)
     with open_store(tmp_path / "s") as store:
         put(store, ["mine"])
         assert get(store, ["yours"]) == [None]
