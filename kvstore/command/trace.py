@@ -52,8 +52,12 @@ def _flat_facts(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
             yield label, "-"
         elif isinstance(value, bool):
             yield label, "yes" if value else "no"
+        elif isinstance(
+            value, float
+        ):  # shares to four digits, as ratios are; seconds and counts to one
+            yield label, f"{value:.4f}" if abs(value) <= 1 else f"{value:,.1f}"
         else:
-            yield label, f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+            yield label, f"{value:,}"
 
 
 Form = Literal["mooncake", "bailian"]
