@@ -18,23 +18,35 @@ PRIVATE, PUBLIC = 0o600, 0o666
 def written(file: Path, mode: int = PRIVATE) -> Iterator[IO[bytes]]:
     """Give a stream whose bytes become ``file``, durably, when the block ends without an error.
 
-    Until then they are in ``<name>.partial`` beside it, and a file that was there stays as it was.
+    Until then they are in ``<name>.partial`` beside it, and a file that was there stays as it was. What a
+    link names is replaced, and the link stays. A pipe or a device takes bytes as they come.
 
     Raises:
         StoreError: if it cannot be written.
     """
-    partial = file.with_name(file.name + ".partial")
+    place = file.resolve()
+    if place.exists() and not place.is_file():
+        try:
+            with place.open("wb") as stream:
+                yield stream
+        except OSError as error:
+            raise _unwritable(file, error) from error
+        return
+    partial = place.with_name(place.name + ".partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, mode), "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(file)
+        partial.replace(place)
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()
         if isinstance(error, OSError):
-            msg = f"{file} cannot be written: {error.strerror or error}"
-            raise StoreError(msg) from error
+            raise _unwritable(file, error) from error
         raise
+
+
+def _unwritable(file: Path, error: OSError) -> StoreError:
+    return StoreError(f"{file} cannot be written: {error.strerror or error}")

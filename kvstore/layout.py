@@ -523,11 +523,11 @@ def _layers_by_type(
             raise ConfigError(msg)
         period = _field(config, "sliding_window_pattern")
         types = [_SLIDING if layer % period else _FULL for layer in range(1, count + 1)]
-    if _SLIDING not in types:
-        return tuple(range(count)), ()
-    if len(types) != count:
+    if types and len(types) != count:
         msg = f"layer_types names {len(types)} layers, expected one for each of {count}"
         raise ConfigError(msg)
+    if _SLIDING not in types:
+        return tuple(range(count)), ()
     full = tuple(layer for layer in range(count) if types[layer] == _FULL)
     if not full:
         msg = (

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from kvstore import StoreError, cli, demo
 
@@ -248,8 +252,8 @@ def test_simulate_has_an_object_for_each_of_several_traces(
         (["--size", "5"], "expected a size such as 5%"),
         (["--size", "1GiB"], "needs the bytes of a token"),
         (["--block-size", "2"], "chat.jsonl, line 2: 2 block ids for 8 tokens|line 1"),
-        (["--block-size", "-1"], "expected sizes above 0"),
-        (["--bytes-per-token", "nan"], "expected sizes above 0"),
+        (["--block-size", "-1"], "must be above 0 and below"),
+        (["--bytes-per-token", "nan"], "must be above 0 and below"),
         (["--warmup", "1"], "the warm-up is a share of the requests"),
         (["--jobs", "0"], "--jobs must be at least 1"),
         (["--curve", "--size", "5%"], "--curve has sizes of its own"),
@@ -260,7 +264,7 @@ def test_simulate_has_an_object_for_each_of_several_traces(
         (["--window-ttl", "300s"], "a window pool needs --window-tokens"),
         (["--window-tokens", "9", "--window-bytes", "1MiB"], "needs the bytes of a token"),
         (["--window-tokens", "9", "--window-bytes", "9b"], "as 2GiB or 10%"),
-        (["--window-tokens", "0"], "expected sizes above 0"),
+        (["--window-tokens", "0"], "must be above 0 and below"),
         (["--tier", "ssd=5"], "expected a size such as"),
         (["--exclusive", "--tier", "a=1b", "--tier", "b=1b,write=through"], "tiers are exclusive"),
         (["--format", "lmcache"], "line 1: expected a number as seq_len"),
@@ -436,7 +440,7 @@ def test_unchained_ids_are_refused_or_rekeyed(
         ["trace", "convert", path, "-"],
     ]
     for command in commands:
-        assert "re-keyed" in printed(capsys, *command, status=2)
+        assert "re-key them" in printed(capsys, *command, status=2)
     facts = printed(capsys, "trace", "info", path, "--unchained", "rekey", "--json")
     assert json.loads(facts)["distinct_blocks"] == 4
 
@@ -462,3 +466,109 @@ def test_trace_commands_import_no_torch(trace_file: Path) -> None:
         "assert 'torch' not in sys.modules and 'lmdb' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+# ---- what people try ---------------------------------------------------------------------------
+
+
+def a_trace(path: Path, requests: int = 4) -> Path:
+    rows = [
+        {"timestamp": n, "input_length": 1024, "output_length": 1, "hash_ids": [0, n]}
+        for n in range(1, requests + 1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bytes-per-token", "0"], "--bytes-per-token must be above 0"),
+        (["--bytes-per-token", "1e300"], "--bytes-per-token must be above 0 and below 2**60"),
+        (["--prefill-tps", "nan", "--bytes-per-token", "1"], "--prefill-tps must be above 0"),
+        (["--window-tokens", "0"], "--window-tokens must be above 0"),
+        (["--size", ","], "--size names nothing"),
+        (["--size", ""], "--size names nothing"),
+        (["--policy", ""], "--policy names nothing"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = a_trace(tmp_path / "t.jsonl")
+    assert cli.main(["simulate", str(trace), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--spread", "nan"], "--spread must be seconds"),
+        (["--spread", "1e300"], "--spread must be seconds"),
+        (["--spread", "-1"], "--spread must be seconds"),
+        (["--seed", "-1"], "--seed must be 0 or more"),
+    ],
+)
+def test_draws_that_cannot_be_are_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, output = a_trace(tmp_path / "t.jsonl"), tmp_path / "out"
+    given = ["trace", "merge", str(trace), "--output", str(output), *options]
+    assert cli.main(given) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_key_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").write_text(json.dumps({"timestamp": 0, "input": "hello, world"}) + "\n")
+    key = tmp_path / "key"
+    given = ["trace", "anonymise", str(tmp_path / "log")]
+    assert (
+        cli.main([*given, str(tmp_path / "out"), "--key-file", str(key), "--block-size", "4"]) == 0
+    )
+    before = key.read_bytes()
+    assert cli.main([*given, str(key), "--key-file", str(key), "--block-size", "4"]) == 2
+    assert "would take the place of its key" in capsys.readouterr().err
+    assert key.read_bytes() == before
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
+def test_a_packed_trace_that_is_cut_off_is_one_line_and_status_2(
+    pack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = pack(a_trace(tmp_path / "t.jsonl", 2000).read_bytes())
+    cut = tmp_path / "cut"
+    for size in (len(packed) // 2, len(packed) - 3):
+        cut.write_bytes(packed[:size])
+        assert cli.main(["trace", "info", str(cut)]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be decompressed" in said
+        assert said.count("\n") == 1
+
+
+def test_results_go_through_links_and_pipes_and_leave_them_there(tmp_path: Path) -> None:
+    trace, place, link = a_trace(tmp_path / "t.jsonl"), tmp_path / "place", tmp_path / "link"
+    link.symlink_to(place)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for option in ("--csv", "--html"):
+        assert cli.main(["simulate", str(trace), "--policy", "lru", option, str(link)]) == 0
+        assert link.is_symlink()
+        came: list[bytes] = []
+        reader = threading.Thread(target=lambda came=came: came.append(pipe.read_bytes()))
+        reader.start()
+        assert cli.main(["simulate", str(trace), "--policy", "lru", option, str(pipe)]) == 0
+        reader.join(30)
+        assert came == [place.read_bytes()]
+        assert pipe.is_fifo()
+        assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = a_trace(tmp_path / "t.jsonl")
+    for option in ("--csv", "--html"):
+        for place in (tmp_path / "no" / "x", tmp_path):
+            assert cli.main(["simulate", str(trace), "--policy", "lru", option, str(place)]) == 2
+            assert f"{place} cannot be written: " in capsys.readouterr().err

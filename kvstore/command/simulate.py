@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ def simulate(
     window_bytes
         What the window pool holds: bytes such as 2GiB, or a share of all prompts' windows such as 10%.
     jobs
-        Processes. The result is the same for any number.
+        Processes, at most one for each processor. The result is the same for any number.
     seed
         Written into the result. Nothing here is drawn.
     csv_file
@@ -149,7 +150,7 @@ def simulate(
         raise ValueError(msg)
     given = _Given(
         policy=policy,
-        size=size or (CURVE_SIZES if curve else SIZES),
+        size=(CURVE_SIZES if curve else SIZES) if size is None else size,
         warmup=warmup,
         semantics=semantics,
         format=format_,
@@ -201,13 +202,17 @@ def simulate(
 def _check(given: _Given) -> None:
     """Refuse what no trace could make right, before one is read."""
     for name, number in (
-        ("--block-size", given.block_size or 1),
-        ("--bytes-per-token", given.bytes_per_token or 1),
-        ("--prefill-tps", given.prefill_tps or 1),
-        ("--window-tokens", 1 if given.window_tokens is None else given.window_tokens),
+        ("--block-size", given.block_size or None),
+        ("--bytes-per-token", given.bytes_per_token),
+        ("--prefill-tps", given.prefill_tps),
+        ("--window-tokens", given.window_tokens),
     ):
-        if not 0 < number < 2**60:  # NaN is not
-            msg = f"expected sizes above 0, found {name} {number}"
+        if number is not None and not 0 < number < 2**60:  # NaN is not
+            msg = f"{name} must be above 0 and below 2**60, found {number}"
+            raise ValueError(msg)
+    for name, text in (("--policy", given.policy), ("--size", given.size)):
+        if not _names(text):
+            msg = f"{name} names nothing, found {text!r}"
             raise ValueError(msg)
     if given.model is not None and given.bytes_per_token is not None:
         msg = f"--model {given.model} has bytes of its own, found --bytes-per-token beside it"
@@ -352,7 +357,10 @@ def _spread(simulation: Simulation, jobs: int) -> Iterator[Each]:
 
     simulation.prepare()  # once, and not in each process
     with ProcessPoolExecutor(
-        jobs, mp_context=get_context("fork"), initializer=_begin, initargs=(simulation,)
+        min(jobs, os.cpu_count() or 1),
+        mp_context=get_context("fork"),
+        initializer=_begin,
+        initargs=(simulation,),
     ) as pool:
         yield lambda function, tasks: pool.map(partial(_call, function), tasks)
 

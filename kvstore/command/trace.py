@@ -124,6 +124,10 @@ def trace_merge(
     from kvstore.trace.cutting import merged
     from kvstore.trace.reading import read
 
+    if not 0 <= spread < 2**40:  # NaN is not
+        msg = f"--spread must be seconds from 0 to {2**40:,}, found {spread}"
+        raise ValueError(msg)
+    _check_seed(seed)
     made = merged([read(file) for file in files], spread, seed)
     return _write_trace(made, output, "mooncake", as_json=as_json)
 
@@ -174,7 +178,14 @@ def trace_sample(
     from kvstore.trace.cutting import sample
     from kvstore.trace.reading import read
 
+    _check_seed(seed)
     return _write_trace(sample(read(file), share, seed), output, "mooncake", as_json=as_json)
+
+
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        msg = f"--seed must be 0 or more, found {seed}"
+        raise ValueError(msg)
 
 
 @trace.command(name="anonymise")
@@ -211,6 +222,9 @@ def trace_anonymise(
     """
     from kvstore.trace.anonymise import anonymise, load_key
 
+    if output.resolve() == key_file.resolve():
+        msg = f"the trace would take the place of its key, {key_file}; name another file"
+        raise ValueError(msg)
     made = anonymise(log, load_key(key_file), block_size, unit)
     return _write_trace(made, output, to, as_json=as_json)
 

@@ -105,6 +105,8 @@ class _Sizes:
     last: int
     marks: tuple[Mark, ...]
     """Sizes that have a name."""
+    asked: Mapping[int, float]
+    """Shares as they were asked for, of sizes in whole blocks, which are a little less."""
 
     @classmethod
     def of(cls, found: Found) -> _Sizes:
@@ -133,6 +135,7 @@ class _Sizes:
             marks=tuple(
                 Mark(", ".join(names), size * (block_bytes or 1)) for size, names in same.items()
             ),
+            asked={row["size_blocks"]: row["size_fraction"] for row in found["rows"]},
         )
 
     def place(self, blocks: int) -> float:
@@ -178,7 +181,9 @@ class _Sizes:
         return ["size", *([] if self.block_bytes is None else ["blocks"]), "share"]
 
     def cells(self, blocks: int | None) -> list[str]:
-        share = NONE if blocks is None or not self.blocks else _percent(blocks / self.blocks)
+        share = NONE
+        if blocks is not None and self.blocks:
+            share = _percent(self.asked.get(blocks, blocks / self.blocks))
         count = NONE if blocks is None else f"{blocks:,}"
         return [self.text(blocks), *([] if self.block_bytes is None else [count]), share]
 

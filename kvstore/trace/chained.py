@@ -31,7 +31,7 @@ def parents(trace: Trace) -> Numbers:
             raise TraceError(
                 trace.name,
                 f"block id {block} (in order of first appearance or size) comes after two different "
-                "blocks, so ids name blocks and not prefixes; let it be re-keyed by parent and id",
+                "blocks, so ids name blocks and not prefixes; re-key them (--unchained rekey)",
             )
     return parent
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvstore.errors import TraceError
 from kvstore.trace.chained import rekeyed
 from kvstore.trace.columns import MILLISECOND, SECOND, UNKNOWN, Trace, dense, ends
-from kvstore.trace.source import documents
+from kvstore.trace.source import BROKEN, documents
 
 LARGEST = 2**62
 """Bound of every number in a trace, so that sums of a few stay within 64 bits."""
@@ -176,7 +176,10 @@ def read(path: Path | str, options: Options = Options()) -> Trace:
         for document, stream in documents(path):
             where = path if document == path.name else path / document
             columns.latest = 0
-            _read_document(where, stream, columns, options)
+            try:
+                _read_document(where, stream, columns, options)
+            except BROKEN as error:
+                raise TraceError(where, f"cannot be decompressed: {error}") from error
     return columns.trace(name, options)
 
 

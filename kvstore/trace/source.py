@@ -7,6 +7,7 @@ import hashlib
 import io
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import zstandard
 from typing_extensions import override
 
 from kvstore.errors import TraceError
+from kvstore.files import PUBLIC, written
 
 WINDOW_BYTES = 1 << 27
 """Largest zstd window that is accepted: what ``zstd --long=27`` writes, its decoder's own limit."""
@@ -23,6 +25,8 @@ CHUNK_BYTES = 1 << 14
 """Compressed bytes that are decompressed in one go: traces shrink 200 times, so 3 MB of text."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 TAR_AT, TAR = 257, b"ustar"
+BROKEN = (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError, tarfile.TarError)
+"""What reading of packed bytes raises that are damaged, or end too early."""
 
 
 @contextmanager
@@ -37,7 +41,7 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
             yield _decompressed(raw)
     except FileNotFoundError:
         raise TraceError(path, "no such file or directory") from None
-    except (zstandard.ZstdError, gzip.BadGzipFile, EOFError, tarfile.TarError) as error:
+    except BROKEN as error:
         raise TraceError(path, f"cannot be decompressed: {error}") from error
 
 
@@ -122,30 +126,22 @@ def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
 def created(path: Path) -> Iterator[IO[bytes]]:
     """Write a file, compressed if its name ends in .zst or .gz; ``-`` is standard output.
 
-    A file is there whole or not at all: it is written beside its place and moved there at the end.
+    A file is there whole or not at all.
+
+    Raises:
+        StoreError: if it cannot be written.
     """
     if str(path) == "-":
         yield sys.stdout.buffer
         return
-    if path.exists() and not path.is_file():  # a pipe or a device takes bytes as they come
-        with path.open("wb") as file, _compressed(path, file) as stream:
-            yield stream
-        return
-    place = path.resolve()  # what a link names is replaced, and the link stays
-    beside = place.with_name(f".{place.name}.part")
-    try:
-        with beside.open("wb") as file, _compressed(path, file) as stream:
-            yield stream
-        beside.replace(place)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with written(path, PUBLIC) as file, _compressed(path, file) as stream:
+        yield stream
 
 
 @contextmanager
 def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
     if path.suffix == ".zst":
-        with zstandard.ZstdCompressor(level=10).stream_writer(file) as writer:
+        with zstandard.ZstdCompressor(level=10).stream_writer(file, closefd=False) as writer:
             yield cast("IO[bytes]", writer)
     elif path.suffix == ".gz":
         # No time in the header: the same trace is the same bytes.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import TraceError
+from kvstore.errors import StoreError, TraceError
 from kvstore.trace.anonymise import anonymise, load_key
 from kvstore.trace.columns import Trace, dense
 from kvstore.trace.cutting import head, merged, sample
@@ -317,7 +317,7 @@ def test_a_trace_that_cannot_be_finished_leaves_what_was_there(tmp_path: Path) -
             msg = "No space left on device"
             raise OSError(msg)
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StoreError, match="cannot be written: No space"):
         failing(out)
     assert out.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [out]

@@ -231,7 +231,7 @@ def test_ids_that_name_blocks_alone_are_refused_unless_asked_to_be_rekeyed(tmp_p
     path = written(tmp_path / "t", lines(BAILIAN))
     naive = read(path)
     assert (naive.block_tokens, naive.arrival.tolist()) == (16, [0, 1_000_000, 1_500_000])
-    with pytest.raises(TraceError, match=r"two different blocks.*re-keyed by parent and id"):
+    with pytest.raises(TraceError, match=r"two different blocks.*re-key them"):
         paths_of(naive)
     trace = read(path, Options(unchained="rekey"))
     assert paths(trace) == [[0, 1], [0, 1, 2], [3, 4]]
