@@ -572,3 +572,11 @@ def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
         for place in (tmp_path / "no" / "x", tmp_path):
             assert cli.main(["simulate", str(trace), "--policy", "lru", option, str(place)]) == 2
             assert f"{place} cannot be written: " in capsys.readouterr().err
+
+
+def test_a_table_without_its_columns_is_told_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = a_trace(tmp_path / "t.jsonl")
+    assert cli.main(["trace", "info", str(trace), "--format", "azure"]) == 2
+    assert "line 1: has no column TIMESTAMP; expected" in capsys.readouterr().err

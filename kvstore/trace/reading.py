@@ -375,9 +375,15 @@ def _flat(requests: Iterable[Any], start: int) -> Iterator[tuple[int, Mapping[st
             yield at, request
 
 
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
 def _azure(where: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Row]]:
     reader = csv.DictReader(line.decode() for line in stream)
     try:
+        missing = [name for name in _AZURE if name not in (reader.fieldnames or ())]
+        if missing:
+            raise TraceError(where, f"has no column {missing[0]}; expected {', '.join(_AZURE)}", 1)
         for record in reader:
             row = Row(
                 _date(record["TIMESTAMP"]),
@@ -406,7 +412,7 @@ def _number(record: Mapping[str, Any], name: str) -> float:
         msg = f"expected a number as {name}, found {value!r}"
         raise ValueError(msg)
     if not 0 <= value < LARGEST:  # a NaN is in no range
-        msg = f"expected {name} of 0 or more, found {value}"
+        msg = f"expected {name} from 0 to below {LARGEST:,}, found {value}"
         raise ValueError(msg)
     return value
 
@@ -473,6 +479,7 @@ def _inferred(path: Path, tokens: NDArray[np.int64], blocks: NDArray[np.int64]) 
                 best, share = size, agreeing
     if share < FITTING:
         raise TraceError(
-            path, f"does not tell its block size ({best} tokens fits {share:.0%} of it); give it"
+            path,
+            f"does not tell its block size ({best} tokens fits {share:.0%} of it); give it (--block-size)",
         )
     return best
