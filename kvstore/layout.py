@@ -632,15 +632,7 @@ def _compressed_sparse(config: Mapping[str, Any]) -> Layout:
         members = tuple(owner for owner in owners if ratios[owner] == ratio)
         groups.append(_compressed_group("main", members, ratio, head_dim, "nvfp4"))
         groups.append(_compressed_group("index", members, ratio, index_dim, "mxfp4"))
-    groups.append(
-        LayerGroup(
-            name="window",
-            layers=tuple(range(last_owner)),
-            values=head_dim,
-            entry_format="mxfp8",
-            lifetime=Lifetime.WINDOW,
-        )
-    )
+    groups.append(_window_group(last_owner, head_dim, "mxfp8"))
     groups.append(
         LayerGroup(
             name="decoder_window",
@@ -712,15 +704,7 @@ def _compressed(config: Mapping[str, Any]) -> Layout:
         if ratio == _INDEXED_RATIO:
             index_dim = _field(config, "index_head_dim")
             groups.append(_compressed_group("index", members, ratio, index_dim, "mxfp4"))
-    groups.append(
-        LayerGroup(
-            name="window",
-            layers=tuple(range(layer_count)),
-            values=row,
-            entry_format="u8",
-            lifetime=Lifetime.WINDOW,
-        )
-    )
+    groups.append(_window_group(layer_count, row, "u8"))
     return Layout(
         model=str(config.get("_name_or_path") or config.get("model_type")),
         groups=tuple(groups),
@@ -745,6 +729,16 @@ def _compressed_group(
         entry_format=entry_format,
         scale_rule=_COMPRESSED_RULES.get(entry_format, ""),
         tokens_per_entry=ratio,
+    )
+
+
+def _window_group(layers: int, values: int, entry_format: str) -> LayerGroup:
+    return LayerGroup(
+        name="window",
+        layers=tuple(range(layers)),
+        values=values,
+        entry_format=entry_format,
+        lifetime=Lifetime.WINDOW,
     )
 
 

@@ -21,7 +21,7 @@ from kvstore.cache.keys import KEYS_NAMESPACE, KeyChain, NamedBlock, key_of
 from kvstore.cache.opened import OpenStore
 from kvstore.cache.owner import OwnedSsd
 from kvstore.errors import StoreError
-from kvstore.frame import FrameFormat, Header
+from kvstore.frame import FrameFormat, Header, Places
 from kvstore.index import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
@@ -120,12 +120,14 @@ class KeyedBlocks(OpenStore):
         if self.owned is None:
             self.context.count_drop("reader", len(blocks))
             return [False] * len(blocks)
+        if not blocks:
+            return []
         deadline = time.monotonic() + wait
+        source = self._frames.apart_source(sources)
         if not self._putting.acquire(timeout=max(0.0, min(wait, threading.TIMEOUT_MAX))):
             self.context.count_drop("queue_full", len(blocks))
             return [False] * len(blocks)
         try:
-            source = self._frames.apart_source(sources) if blocks else None
             at = 0
             while at < len(blocks):
                 at = self._put_chain(self.owned, blocks, source, parents, at, deadline)
@@ -139,7 +141,7 @@ class KeyedBlocks(OpenStore):
         self,
         owned: OwnedSsd,
         blocks: Sequence[NamedBlock],
-        source: Any,
+        source: Places,
         parents: Sequence[NamedBlock | None],
         at: int,
         deadline: float,

@@ -52,9 +52,8 @@ def _flat_facts(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
             yield label, "-"
         elif isinstance(value, bool):
             yield label, "yes" if value else "no"
-        elif isinstance(
-            value, float
-        ):  # shares to four digits, as ratios are; seconds and counts to one
+        elif isinstance(value, float):
+            # Shares to four digits, as ratios are; seconds and counts to one.
             yield label, f"{value:.4f}" if abs(value) <= 1 else f"{value:,.1f}"
         else:
             yield label, f"{value:,}"

@@ -82,7 +82,7 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
     def from_dict(cls, d: Mapping[str, Any]) -> KVStoreL2AdapterConfig:
         """Check and take the parameters. Raises ``ConfigError``, a ``ValueError``."""
         known = [field.name for field in fields(_Options)]
-        check_options("adapter_params", d, known, ("path", "revision", "tenant"))
+        check_options("adapter_params", d, known, ("path", "revision", "tenant"), ("secret",))
         for name, default in (("sizes", 1), ("queue_tasks", 1)):
             value = d.get(name, default)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -8,18 +8,27 @@ from typing import Any
 from kvstore.errors import ConfigError
 
 
-def check_options(
-    where: str, given: Mapping[str, Any], known: Collection[str], texts: Collection[str]
-) -> None:
-    """Check the names in ``given``, that ``path`` is among them, that ``texts`` are texts and ``secret`` a flag.
-
-    Raises:
-        ConfigError: naming the option, and ``where`` it stands in the engine's configuration.
-    """
+def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ``ConfigError`` for an option that is unknown; ``where`` is what the engine calls them."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         msg = f"{where}: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
         raise ConfigError(msg)
+
+
+def check_options(
+    where: str,
+    given: Mapping[str, Any],
+    known: Collection[str],
+    texts: Collection[str],
+    flags: Collection[str] = (),
+) -> None:
+    """Check the names in ``given``, that ``path`` is among them, and that ``texts`` and ``flags`` are that.
+
+    Raises:
+        ConfigError: naming the option, and ``where`` it stands in the engine's configuration.
+    """
+    check_names(where, given, known)
     if given.get("path", "") == "":
         msg = f"{where}: 'path' is missing; name a directory on a local disk"
         raise ConfigError(msg)
@@ -27,6 +36,7 @@ def check_options(
         if not isinstance(given.get(name, ""), str):
             msg = f"{where}: {name!r} must be a text, found {given[name]!r}"
             raise ConfigError(msg)
-    if not isinstance(given.get("secret", False), bool):
-        msg = f"{where}: 'secret' must be true or false, found {given['secret']!r}"
-        raise ConfigError(msg)
+    for name in flags:
+        if not isinstance(given.get(name, False), bool):
+            msg = f"{where}: {name!r} must be true or false, found {given[name]!r}"
+            raise ConfigError(msg)

@@ -100,7 +100,7 @@ class HiCacheOptions:
         """Return the options in an extra config. Raises ``ConfigError`` for what is unknown."""
         given = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         known = [field.name for field in fields(cls)]
-        check_options("extra config", given, known, ("path", "tenant", "weights"))
+        check_options("extra config", given, known, ("path", "tenant", "weights"), ("secret",))
         options = cls(**given)
         ttl: object = options.window_ttl
         if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:

@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicLayer
 import kvstore
 from kvstore.cache import Scope
 from kvstore.engine.layers import StoredLayer, WindowLayer
-from kvstore.engine.options import check_options
+from kvstore.engine.options import check_names
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
@@ -146,7 +146,7 @@ def _check_opening(
     known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
     known = [name for name in dict.fromkeys(known) if name != "layout"]
-    check_options("open_adapter", {"path": "a parameter of its own", **options}, known, ())
+    check_names("open_adapter", options, known)
 
 
 class CausalModel:

@@ -44,8 +44,8 @@ class Options:
         Raises:
             ConfigError: for a missing path, an unknown option or a value of another type.
         """
-        where = "kv_connector_extra_config"
-        check_options(where, extra, [field.name for field in fields(cls)], ("path", "tenant"))
+        known = [field.name for field in fields(cls)]
+        check_options("kv_connector_extra_config", extra, known, ("path", "tenant"), ("secret",))
         return cls(**extra)
 
 
