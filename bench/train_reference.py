@@ -8,7 +8,7 @@ Method:   bytes as tokens, out of the Python files of the standard library: one 
           the backward pass. Indexers learn, beside it, to say where attention went. Every batch follows
           from the seed and the step, so a run that is stopped goes on as if it had not been.
 Bound:    0 bits is perfect, 8 bits a byte is knowing nothing.
-Run:      python -m bench.train_reference --depth deep --steps 4000 --out models/deep
+Run:      python -m bench.train_reference --depth deep --out models/deep
 
 It writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (all there is to go on from)
 and ``model.npz``: float16 tensors by name, to be kept. Nothing is pickled.
@@ -65,7 +65,7 @@ SYSTEMS = {
     "engram_n_heads": 2,
     "engram_head_dim": 32,
 }
-"""At 512 tokens, 256 and 512 entries are visible, 128 of them candidates, 32 chosen; the window is 32."""
+"""At 1,024 tokens 512 and 1,024 entries are visible, 128 of them candidates, 32 chosen; the window is 32."""
 
 DEPTHS = {
     # 6 layers of the encoder: 2, then Full and Reuse twice; 6 of the decoder: Full and two of Reindex.
@@ -321,11 +321,11 @@ def main() -> None:
     """Train one depth."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--depth", choices=DEPTHS, default="shallow")
-    parser.add_argument("--steps", type=int, default=4000, help="length of the whole schedule")
+    parser.add_argument("--steps", type=int, default=1600, help="length of the whole schedule")
     parser.add_argument("--stop", type=int, help="step to stop at; the schedule stays the same")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=int, default=100)
     parser.add_argument("--out", type=Path, required=True)

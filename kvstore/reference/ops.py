@@ -6,6 +6,7 @@ a row's result does not depend on which other rows are computed in the same call
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -77,12 +78,10 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         queries ``[rows, heads, index_dim]``, weights ``[rows, heads]``, keys ``[n, index_dim]``, the
         same for every row, or ``[rows, n, index_dim]``; returns ``[rows, n]``.
     """
-    total = queries.new_zeros(len(queries), keys.shape[-2])
-    for head in range(queries.shape[1]):
-        query = queries[:, head]
-        products = query @ keys.T if keys.ndim == 2 else (keys @ query[..., None]).squeeze(-1)
-        total = total + weights[:, head, None] * functional.relu(products)
-    return total
+    products = functional.relu(queries @ keys.mT)
+    shares = weights[..., None].unbind(dim=1)
+    parts = [share * one for share, one in zip(shares, products.unbind(dim=1), strict=True)]
+    return functools.reduce(torch.add, parts)
 
 
 def visible_entries(count: int, visible: Tensor) -> Tensor:
