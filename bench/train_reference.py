@@ -173,9 +173,9 @@ class Trainee:
                 dtype=torch.float32,
             )
             chunks.append(Chunk(state, 0, len(tokens)))
-        logits = self.model.decode(self.model.encode(chunks, lessons), chunks, lessons)
+        decoded = self.model.decode(self.model.encode(chunks, lessons), chunks, lessons)
         targets = torch.from_numpy(sequences[:, 1:].astype(np.int64)).flatten()
-        return functional.cross_entropy(logits, targets)
+        return functional.cross_entropy(self.model.logits(decoded), targets)
 
     def learn(self, sequences: NDArray[np.uint32], rate: float) -> tuple[float, float]:
         """Take one step; return the loss and the indexers', in nats."""

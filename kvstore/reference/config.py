@@ -19,6 +19,8 @@ from kvstore.errors import ConfigError
 
 WindowFormat = Literal["exact", "mxfp8"]
 """How window rows are kept: as the model's own floats, or as the release keeps them."""
+GlobalFormat = Literal["fp4", "bf16"]
+"""How global entries are kept: as the release keeps them, or as they were before it."""
 
 
 class Mode(Enum):
@@ -116,6 +118,7 @@ class ReferenceConfig:
     downsample_ratio: int = 3
 
     window_format: WindowFormat = "exact"
+    global_format: GlobalFormat = "fp4"
 
     def __post_init__(self) -> None:
         """Reject a table that this model could not run."""
@@ -289,26 +292,26 @@ class ReferenceConfig:
     def to_hf(self) -> dict[str, Any]:
         """Return the config as a Hugging Face ``config.json`` would hold it."""
         fields = dataclasses.asdict(self)
-        del fields["window_format"]
+        del fields["window_format"], fields["global_format"]
         return {"model_type": "deepseek_v41_text", "_name_or_path": "reference", **fields}
 
     def layout(self, dtype: torch.dtype = torch.float64) -> kvstore.Layout:
         """Return what this model caches when it computes in ``dtype``.
 
-        It is ``kvstore.layout`` of the config. The release keeps window rows as MXFP8, and so does
-        ``window_format="mxfp8"``. With ``"exact"`` the WINDOW group holds the model's own floats,
-        byte for byte: then a restored row is the row that was computed, and what differs after a
-        hit differs because of replay and not because of rounding. GLOBAL groups and so the
-        fingerprint are the same either way.
+        It is ``kvstore.layout`` of the config, but for what is not kept as the release keeps it.
+        With ``window_format="exact"`` the WINDOW group holds the model's own floats, byte for byte:
+        then a restored row is the row that was computed, and what differs after a hit differs
+        because of replay and not because of rounding. GLOBAL groups and so the fingerprint are the
+        same either way. ``global_format="bf16"`` is there to be compared with FP4.
         """
         layout = kvstore.layout(self.to_hf())
-        if self.window_format == "mxfp8":
-            return layout
-        window = dataclasses.replace(
-            layout.group("window"),
-            values=self.head_dim * dtype.itemsize,
-            entry_format="u8",
-            scale_rule="",
-        )
-        groups = tuple(window if group.name == "window" else group for group in layout.groups)
-        return dataclasses.replace(layout, groups=groups)
+        groups = {group.name: group for group in layout.groups}
+        if self.window_format == "exact":
+            size = self.head_dim * dtype.itemsize
+            groups["window"] = dataclasses.replace(
+                groups["window"], values=size, entry_format="u8", scale_rule=""
+            )
+        if self.global_format == "bf16":
+            for group in layout.global_groups:
+                groups[group.name] = dataclasses.replace(group, entry_format="bf16", scale_rule="")
+        return dataclasses.replace(layout, groups=tuple(groups.values()))

@@ -211,7 +211,8 @@ class ReferenceEngine:
                 stop = position + 1 + len(draft)
                 state.tokens[position:stop] = torch.tensor([new_tokens[-1], *draft])
                 step = [Chunk(state, position, stop)]
-                choices = self._likeliest(self.model.decode(self.model.encode(step), step))
+                decoded = self.model.decode(self.model.encode(step), step)
+                choices = self._likeliest(self.model.logits(decoded))
                 accepted = _agreeing(draft, choices)
                 state.rollback(position + 1 + accepted)
                 new_tokens += choices[: accepted + 1]
@@ -316,7 +317,7 @@ class ReferenceEngine:
         tail = self._encode(run.state, len(prompt), chunks)
         # Once, whatever the chunks were: logits must not depend on them.
         last_rows = [Chunk(run.state, run.state.decoder_floor, len(prompt))]
-        run.logits = self.model.decode(tail, last_rows)[-1]
+        run.logits = self.model.logits(self.model.decode(tail, last_rows).rows(-1))[0]
         run.encoder_rows += len(prompt) - run.state.floors.start
         self._end("forward")
         self._publish(run, len(prompt))

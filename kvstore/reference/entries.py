@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
-from kvstore.reference.formats import Entries, pack_entries, unpack_entries
+from kvstore.reference.formats import Entries, pack, unpack
 from kvstore.reference.ops import straight_through
 
 
@@ -71,7 +71,7 @@ class GlobalEntries:
             self._bytes[name][:, :count] = entries[name][:, :count]
             for row in range(len(group.layers)):
                 stored = self._bytes[name][row, :count]
-                self._values[name][row][:count] = unpack_entries(group, stored, self._dtype)
+                self._values[name][row][:count] = unpack(group, stored, self._dtype)
         self.write_floor = tokens
 
     def attach(self, pages: PageReader, tokens: int) -> None:
@@ -88,10 +88,10 @@ class GlobalEntries:
         group = self._groups[name]
         assert first * group.tokens_per_entry >= self.write_floor
         row, stop = group.layers.index(layer), first + len(values)
-        packed = pack_entries(group, values)
+        packed = pack(group, values)
         self._bytes[name][row, first:stop] = packed
         self._values[name][row][first:stop] = straight_through(
-            values, unpack_entries(group, packed, self._dtype)
+            values, unpack(group, packed, self._dtype)
         )
 
     def truncate(self, tokens: int) -> None:

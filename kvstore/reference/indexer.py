@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import kvstore
 from kvstore.reference import ops
 from kvstore.reference.config import LayerSpec, Mode, ReferenceConfig
 from kvstore.reference.entries import GlobalEntries
-from kvstore.reference.formats import round_mxfp4
+from kvstore.reference.formats import rounded
 from kvstore.reference.layer import Layer, Projected
 
 
@@ -37,9 +38,9 @@ class Selection:
 class Indexer:
     """Chooses entries for the index sources of a model."""
 
-    def __init__(self, config: ReferenceConfig, scale_rule: str) -> None:
+    def __init__(self, config: ReferenceConfig, keys: kvstore.LayerGroup) -> None:
         self._config = config
-        self._scale_rule = scale_rule
+        self._keys = keys
 
     def choose(
         self,
@@ -66,7 +67,7 @@ class Indexer:
         queries = (latent @ weights.query).reshape(len(positions), config.index_n_heads, -1)
         queries = layer.rotate(layer.norm(queries, None), positions)
         # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
-        queries = ops.straight_through(queries, round_mxfp4(queries, self._scale_rule))
+        queries = rounded(self._keys, queries)
         shares = inputs @ weights.head
         name = f"index_r{spec.ratio}"
         if spec.mode is Mode.REINDEX:

@@ -53,8 +53,7 @@ class ReferenceModel:
             Layer(config, spec.ratio, layer)
             for spec, layer in zip(self._specs, weights.layers, strict=True)
         ]
-        rule = config.layout().group(f"index_r{config.ratios[config.last_owner]}").scale_rule
-        self._indexer = Indexer(config, rule)
+        self._indexer = Indexer(config, config.layout().group("index_r1"))
 
     def encode(self, chunks: Sequence[Chunk], losses: list[Tensor] | None = None) -> Streams:
         """Run the encoder; write its window rows and the global entries of every owner.
@@ -86,13 +85,13 @@ class ReferenceModel:
 
     def decode(
         self, streams: Streams, chunks: Sequence[Chunk], losses: list[Tensor] | None = None
-    ) -> Tensor:
+    ) -> Streams:
         """Run the decoder over encoder outputs; write its window rows, and the drafter's.
 
         ``losses`` as in ``encode``.
 
         Shapes:
-            streams of rows of all chunks in order; returns logits ``[rows, vocab]``.
+            streams of rows of all chunks in order; returns the same.
         """
         selections = [Selection() for _ in chunks]
         targets = []
@@ -102,6 +101,10 @@ class ReferenceModel:
             streams = self._run(spec, streams, chunks, selections, losses)
         if self.drafter is not None:
             self.drafter.remember(torch.cat(targets, dim=1), chunks)
+        return streams
+
+    def logits(self, streams: Streams) -> Tensor:
+        """Return what the decoder's output says of each row's next token. Shapes: ``[rows, vocab]``."""
         return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
 
     def _embed(self, chunk: Chunk) -> Tensor:

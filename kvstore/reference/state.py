@@ -14,8 +14,8 @@ from torch.nn import functional
 import kvstore
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.entries import GlobalEntries
-from kvstore.reference.formats import pack_rows, unpack_rows
-from kvstore.reference.ops import Keys, straight_through
+from kvstore.reference.formats import pack, rounded, unpack
+from kvstore.reference.ops import Keys
 from kvstore.reference.vision import Image
 
 
@@ -88,12 +88,12 @@ class SequenceState:
 
     def restore_window(self, snapshot: kvstore.WindowSnapshot) -> None:
         """Take over the encoder window rows of a snapshot."""
-        rows = unpack_rows(self._group, snapshot.rows["window"], self.windows.dtype)
+        rows = unpack(self._group, snapshot.rows["window"], self.windows.dtype)
         self.windows[: self._config.last_owner, snapshot.start : snapshot.stop] = rows
 
     def snapshot(self, start: int, stop: int, source: str) -> kvstore.WindowSnapshot:
         """Return the encoder window rows of tokens ``[start, stop)``."""
-        rows = pack_rows(self._group, self.windows[: self._config.last_owner, start:stop])
+        rows = pack(self._group, self.windows[: self._config.last_owner, start:stop])
         return kvstore.WindowSnapshot(start, stop, {"window": rows}, source)
 
     def write_window(self, layer: int, start: int, rows: Tensor) -> None:
@@ -109,8 +109,7 @@ class SequenceState:
             start, rows = start + skip, rows[skip:]
             if not len(rows):
                 return
-        stored = unpack_rows(self._group, pack_rows(self._group, rows), rows.dtype)
-        self.windows[layer, start : start + len(rows)] = straight_through(rows, stored)
+        self.windows[layer, start : start + len(rows)] = rounded(self._group, rows)
 
     def read_window(self, layer: int, start: int, stop: int) -> Keys:
         """Return the window rows that queries at ``[start, stop)`` read.

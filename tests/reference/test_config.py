@@ -99,6 +99,15 @@ def test_layout_is_the_one_that_kvstore_derives_except_for_exact_window_rows() -
     assert stored.layout() == derived
 
 
+def test_entries_in_bf16_are_the_same_values_in_two_bytes_each() -> None:
+    config = ReferenceConfig.tiny(global_format="bf16")
+    packed = ReferenceConfig.tiny().layout()
+
+    for group in config.layout().global_groups:
+        assert group.entry_bytes == 2 * packed.group(group.name).values
+    assert config.layout().window_groups == packed.window_groups
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [

@@ -118,7 +118,7 @@ def decode(
         rows.rows(-min(window, len(s.tokens))) for rows, s in zip(encoded, states, strict=True)
     ]
     chunks = [Chunk(s, max(0, len(s.tokens) - window), len(s.tokens)) for s in states]
-    logits = model.decode(Streams.join(tails), chunks)
+    logits = model.logits(model.decode(Streams.join(tails), chunks))
     return list(logits.split([len(tail.read) for tail in tails]))  # type: ignore[no-untyped-call]
 
 

@@ -146,7 +146,7 @@ def test_bounded_replay_equals_its_definition(system: str, hit: int) -> None:
     state = state_of(config, Floors.replay(hit, 8))
     state.entries.restore(cold(system).entries, hit)
     rows = model.encode([Chunk(state, start, PROMPT)])
-    logits = model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)])[-1]
+    logits = model.logits(model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)]))[-1]
 
     assert np.abs(logits.numpy() - expected).max() < LOGITS_EQUAL
     for ratio, owners in ((2, (2, 4)), (1, (6,))):
@@ -223,7 +223,7 @@ def test_what_must_not_be_read_may_hold_anything(system: str) -> None:
             waiting[:] = fill
         state.entries.restore(cold(system).entries, hit)
         rows = model.encode([Chunk(state, start, PROMPT)])
-        logits = model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)])
+        logits = model.logits(model.decode(rows.rows(-8), [Chunk(state, PROMPT - 8, PROMPT)]))
         if model.drafter is None:
             return logits
         return torch.cat((logits[-1], model.drafter.propose(state, 3, PROMPT - 1).confidence))

@@ -177,14 +177,14 @@ def test_a_replay_without_the_features_of_its_image_is_refused(tmp_path: Path) -
 def test_the_image_token_is_never_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is generated comes back in the next prompt, where it would stand for an image."""
     engine = engine_of(SMALL)
-    decode = engine.model.decode
+    logits_of = engine.model.logits
 
     def eager(*given: Any) -> torch.Tensor:
-        logits = decode(*given)
+        logits = logits_of(*given)
         logits[:, 256] += 1e6
         return logits
 
-    monkeypatch.setattr(engine.model, "decode", eager)
+    monkeypatch.setattr(engine.model, "logits", eager)
     result = engine.generate(prompt_tokens(20), 6)
 
     assert 256 not in result.new_tokens
