@@ -26,8 +26,8 @@ class Selection:
 
     Shapes:
         picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; scores of
-        the same shape, arbitrary where there is no pick; pool int64 ``[rows, candidate_topk_blocks *
-        candidate_block_size]``: the candidates, -1 for none.
+        the same shape, arbitrary where there is no pick; pool int64 ``[rows, n]``: at most
+        ``candidate_topk_blocks * candidate_block_size`` candidates, -1 for none.
     """
 
     picks: Tensor | None = None

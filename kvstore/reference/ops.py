@@ -123,7 +123,8 @@ def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Te
 
     Shapes:
         scores and candidates as ``top_entries`` takes them, with entry j in column j; returns int64
-        ``[rows, count * block]``, ascending with gaps: -1 for none.
+        ``[rows, k * block]`` for the k <= count blocks that there are, ascending with gaps: -1 for
+        none.
     """
     rows, entries = scores.shape
     short = -entries % block
@@ -132,7 +133,7 @@ def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Te
     )
     worth = scores.reshape(rows, -1, block).amax(dim=-1)
     blocks = torch.where(worth == -math.inf, -1, torch.arange(worth.shape[1]))
-    kept = top_entries(worth, blocks, count)
+    kept = top_entries(worth, blocks, min(count, worth.shape[1]))
     places = kept[..., None] * block + torch.arange(block)
     padded = functional.pad(candidates, (0, short), value=-1)
     pool = padded.gather(1, places.clamp(min=0).flatten(1))
