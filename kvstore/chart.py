@@ -306,7 +306,7 @@ def _keys(series: Sequence[Series], frame: Frame) -> tuple[list[str], int]:
         else:
             x, y = frame.width - frame.right + 22, frame.top + 14 + 20 * number
         sample = _dot(x, y - 4) if one.has_dots else ""
-        if one.is_line and frame.is_inline:
+        if one.is_line and (frame.is_inline or not one.has_dots):
             sample += _line(x - 8, y - 4, x + 8, y - 4, "currentColor", _dash(one, number))
         drawn.append(_coloured(number, [sample]))
         drawn.append(_text(x + 12, y, one.name))

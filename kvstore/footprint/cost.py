@@ -82,9 +82,9 @@ def entries_per_token(group: LayerGroup) -> Fraction:
     return Fraction(len(group.layers), group.tokens_per_entry)
 
 
-def persistent_bytes(layout: Layout, turn_tokens: int) -> Fraction:
+def persistent_bytes(layout: Layout, turn_tokens: int | Fraction) -> Fraction:
     """Return bytes a token of a store that also keeps two window snapshots a turn."""
-    return layout.bytes_per_token + Fraction(SNAPSHOTS_PER_TURN * layout.window_bytes, turn_tokens)
+    return layout.bytes_per_token + SNAPSHOTS_PER_TURN * layout.window_bytes / Fraction(turn_tokens)
 
 
 def even_turn(layout: Layout) -> Fraction:
