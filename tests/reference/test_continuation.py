@@ -237,6 +237,40 @@ def test_every_system_continues_as_the_cold_run(system: str, rows: int) -> None:
         check(run, range(first, 51), 16, rows)
 
 
+@pytest.mark.parametrize(("fewer", "is_exact"), [(0, True), (1, False)])
+def test_a_halo_replay_is_the_cold_run_and_a_row_less_is_not(fewer: int, is_exact: bool) -> None:
+    """A row of the encoder's output reaches W - 1 rows down through each of its layers, and no further."""
+    config = shallow("all", 16)
+    halo = config.last_owner * (config.sliding_window - 1) - fewer
+    images = (image_at(IMAGE[0], height=2, width=6, seed=4),)
+    with torch.inference_mode():
+        run = cold(config, 140, images, torch.float64)
+        # Beyond a window the decoder starts after the hit, and a row less may go unnoticed.
+        lengths = [97, 98, 103, 111, 112, *([113, 120, 128] if is_exact else [])]
+        states = []
+        for length in lengths:
+            # The decoder needs the encoder's output from here on, and that is the halo's end.
+            needed = min(96, length - config.sliding_window)
+            floor = needed - halo
+            floors = Floors(start=floor, hit=96, read_floor=floor, window_write_floor=floor)
+            state = start(config, run.state, length, floors)
+            state.entries.restore(run.state.entries.export(0, 96), 96)
+            states.append(state)
+        chunks = [Chunk(state, state.floors.start, len(state.tokens)) for state in states]
+        encoded = run.model.encode(chunks)
+        ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks]).tolist()
+        parts = [encoded.rows(*place) for place in zip([0, *ends], ends, strict=False)]
+        for length, state, logits, expected in zip(
+            lengths, states, decode(run.model, states, parts), run.decoded(lengths), strict=True
+        ):
+            same = run.state.entries.export(96, length)
+            is_equal = all(np.array_equal(v, same[name]) for name, v in suffix(state, 96).items())
+            difference = float((logits[-1] - expected[-1]).abs().max())
+            assert (difference < LOGITS_EQUAL) == is_exact, (length, difference)
+            # Entries of the suffix need the windows of the hit's last rows only.
+            assert is_equal or not is_exact
+
+
 def test_in_binary32_few_codes_of_a_continuation_flip() -> None:
     """Products of other shapes round differently, and a value at a rounding border tips over."""
     config = shallow("all", 128)

@@ -7,6 +7,7 @@ that nothing depends on who else was there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -194,17 +195,22 @@ def test_prefill_may_be_cut_anywhere_inside_the_replay(window: bool, tmp_path: P
         assert entries_equal(result, results[0])
 
 
-def test_a_prompt_of_every_length_hits_at_its_last_boundary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("window", "block"), [(W, BLOCK), (128, 128)])
+def test_a_prompt_of_every_length_hits_at_its_last_boundary(
+    window: int, block: int, tmp_path: Path
+) -> None:
     """Every remainder of a block and of a group: one session that grows by a token at a time."""
-    tokens = prompt_tokens(3 * BLOCK + 2, seed=8)
-    whole = engine_of(SMALL).prefill(tokens)
-    with cache_at(tmp_path) as cache:
-        engine = engine_of(SMALL, cache)
-        for length in range(1, len(tokens) + 1):
+    config = dataclasses.replace(SMALL, sliding_window=window)
+    first, last = (1, 3 * block + 2) if block == BLOCK else (block - 1, 2 * block + 2)
+    tokens = prompt_tokens(last, seed=8)
+    whole = engine_of(config).prefill(tokens)
+    with open_cache(tmp_path, config, window_rows=2 * window - 2, block_tokens=block) as cache:
+        engine = engine_of(config, cache)
+        for length in range(first, last + 1):
             result = engine.prefill(tokens[:length])
             cache.flush()
             # The boundary is stored by the first prompt that reaches it, and hit by the next.
-            assert result.hit_tokens == (length - 1) // BLOCK * BLOCK
+            assert result.hit_tokens == (length - 1) // block * block
             assert result.window_source == ("pool" if result.hit_tokens else "none")
             assert entries_equal(result, whole, stop=length)
             if length == len(tokens):
