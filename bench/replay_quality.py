@@ -178,6 +178,7 @@ class Bench:
     def __init__(self, model: Path, tables: Path, dtype: torch.dtype) -> None:
         config, weights = load_model(model, tables, dtype)
         self.config = config
+        self.weights = weights
         self.ways = ways_of(config)
         self.dtype = dtype
         self._models: dict[bool, ReferenceModel] = {}
@@ -304,7 +305,7 @@ class Interval:
 
 
 def interval(values: NDArray[np.float64]) -> Interval:
-    """Return the mean of one value a context. Shapes: ``[contexts]``."""
+    """Return the mean of one value a context. Shapes: ``[contexts]``, at least one."""
     rng = np.random.default_rng(SEED)
     drawn = rng.integers(0, len(values), (RESAMPLED, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
@@ -343,12 +344,13 @@ def summarise(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[st
             "kl": interval(own["kl"].mean(axis=1)),
             "agreement": interval(own["agreement"].mean(axis=1)),
             "kl_since_hit": [
-                interval(means_where(own["kl"], (since >= low) & (since < high)))
+                interval(near) if len(near) else None
                 for low, high in itertools.pairwise(DISTANCES)
+                for near in (means_where(own["kl"], (since >= low) & (since < high)),)
             ],
         }
         found[way.name] = {
-            name: [dataclasses.asdict(one) for one in value]
+            name: [one and dataclasses.asdict(one) for one in value]
             if isinstance(value, list)
             else dataclasses.asdict(value)
             if isinstance(value, Interval)
@@ -473,6 +475,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, str]:
                     found["ways"][f"encoder replay {count}"]["kl_since_hit"],
                     strict=True,
                 )
+                if one is not None
             ),
             is_line=True,
         )
