@@ -412,8 +412,7 @@ class ReferenceEngine:
         stops = {boundary, boundary - block} if boundary == end else {boundary}
         for stop in sorted(stops - run.windows_kept):
             start = max(0, stop - self._window_rows, run.state.floors.read_floor)
-            latest = max(0, stop - self.config.sliding_window + 1)
-            if stop < max(1, run.hit_tokens) or start > latest:
+            if stop < max(1, run.hit_tokens):
                 continue
             source = "replay" if stop == run.hit_tokens else "engine"
             snapshot = run.state.snapshot(start, stop, source)

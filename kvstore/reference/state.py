@@ -133,17 +133,16 @@ class SequenceState:
     ) -> tuple[int, Tensor, Tensor]:
         """Add token rows of an owner; return the groups they complete and the first one's number.
 
-        Rows below the write floor belong to entries that exist already and are dropped. The rest
-        of an incomplete group waits here, because prefill may be cut inside a group.
+        Groups below the write floor are entries that exist already and are left out. The rest of an
+        incomplete group waits here, because prefill may be cut inside a group.
 
         Shapes:
             values and scores ``[n, head_dim]`` for tokens ``start``, ``start + 1``, ...; returns values
             and scores of complete groups, ``[groups, ratio, head_dim]``.
         """
         ratio, stop = self._config.ratios[layer], start + len(values)
-        skip = max(0, self.floors.hit - start)
         kept = self.groups[layer]
-        kept[:, start + skip : stop] = torch.stack((values[skip:], scores[skip:]))
+        kept[:, start:stop] = torch.stack((values, scores))
         first, end = max(start, self.floors.hit) // ratio, stop // ratio
         rows = kept[:, first * ratio : max(first, end) * ratio].reshape(
             2, -1, ratio, self._config.head_dim

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.reference.config import ReferenceConfig
-from kvstore.reference.engine import ReferenceEngine, Result
+from kvstore.reference.engine import ReferenceEngine, Result, Tokens
 from tests.reference.support import (
     LOGITS_EQUAL,
     difference,
@@ -81,6 +81,32 @@ def fill(cache: kvstore.PrefixCache, hit: int, *, window: bool) -> None:
     if window:
         cache.put_window(TOKENS[:hit], snapshot)
     cache.flush()
+
+
+def test_a_window_that_a_replay_made_is_offered_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it never takes the place of one that was computed; what follows it is the engine's own."""
+    offered = []
+    keep = kvstore.PrefixCache.put_window
+
+    def spy(cache: kvstore.PrefixCache, tokens: Tokens, snapshot: kvstore.WindowSnapshot) -> bool:
+        offered.append((snapshot.stop, snapshot.source))
+        return keep(cache, tokens, snapshot)
+
+    monkeypatch.setattr(kvstore.PrefixCache, "put_window", lambda *given, images: spy(*given))
+    tokens = prompt_tokens(3 * SMALL_BLOCK)
+    with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
+        ReferenceEngine(SMALL, cache).prefill(tokens[: SMALL_BLOCK + 1])
+        cache.flush()
+    with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
+        # The pool went with its process.
+        for length in (len(tokens), SMALL_BLOCK + 2):
+            result = ReferenceEngine(SMALL, cache).prefill(tokens[:length])
+            assert (result.hit_tokens, result.window_source) == (SMALL_BLOCK, "replay")
+
+    computed = [(number * SMALL_BLOCK, "engine") for number in (1, 2, 3)]
+    assert offered == [*computed, (SMALL_BLOCK, "replay")]
 
 
 @pytest.mark.parametrize("window_rows", [W, 2 * W - 2])
