@@ -47,10 +47,15 @@ def drafting(engine: ReferenceEngine, draft: Callable[[int], list[int]]) -> Refe
     """Let the drafter propose ``draft(position)`` after the token at a position, with confidence."""
 
     class Scripted:
+        passes = 0
+
         def remember(self, inputs: torch.Tensor, chunks: object) -> None:
             pass
 
         def propose(self, state: SequenceState, token: int, position: int) -> Proposal:
+            self.passes += 1
+            # What failed before is gone.
+            assert bool(state.windows[:, position:].isnan().all())
             tokens = draft(position)
             return Proposal(tuple(tokens), torch.ones(len(tokens)))
 
@@ -73,13 +78,16 @@ def right(upto: int) -> Callable[[int], list[int]]:
 
 @pytest.mark.parametrize("upto", [0, 1, 2, 3, 4, 5])
 def test_whatever_is_accepted_the_output_is_that_of_plain_decoding(upto: int) -> None:
-    result = drafting(engine_of(SMALL), right(upto)).generate(prompt_tokens(PROMPT), COUNT)
+    engine = drafting(engine_of(SMALL), right(upto))
+    result = engine.generate(prompt_tokens(PROMPT), COUNT)
+    drafter: Any = engine.model.drafter
 
     assert result.new_tokens == expected().new_tokens
     assert entries_equal(result, expected())
     assert result.accepted_tokens <= result.drafted_tokens
     # Each pass gains a token and what it accepted; the last drafts are cut at the count.
     passes = -(-(COUNT - 1) // (upto + 1))
+    assert drafter.passes == passes
     assert result.accepted_tokens >= COUNT - 1 - passes
 
 

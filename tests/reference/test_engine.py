@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -90,11 +90,13 @@ def test_a_window_that_a_replay_made_is_offered_as_one(
     offered = []
     keep = kvstore.PrefixCache.put_window
 
-    def spy(cache: kvstore.PrefixCache, tokens: Tokens, snapshot: kvstore.WindowSnapshot) -> bool:
+    def spy(
+        cache: kvstore.PrefixCache, tokens: Tokens, snapshot: kvstore.WindowSnapshot, **named: Any
+    ) -> bool:
         offered.append((snapshot.stop, snapshot.source))
-        return keep(cache, tokens, snapshot)
+        return keep(cache, tokens, snapshot, **named)
 
-    monkeypatch.setattr(kvstore.PrefixCache, "put_window", lambda *given, images: spy(*given))
+    monkeypatch.setattr(kvstore.PrefixCache, "put_window", spy)
     tokens = prompt_tokens(3 * SMALL_BLOCK)
     with open_cache(tmp_path, SMALL, block_tokens=SMALL_BLOCK) as cache:
         ReferenceEngine(SMALL, cache).prefill(tokens[: SMALL_BLOCK + 1])
