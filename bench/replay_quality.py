@@ -72,6 +72,8 @@ class Way:
     """Window rows from the pool. Then only what the decoder needs runs again."""
     decoder: int | None
     """Tokens of the prompt that run through the decoder; None: all. One always does."""
+    is_below_decoder: bool = False
+    """``encoder`` counts from the decoder's first row, where that lies below the hit."""
     is_bf16: bool = False
     is_exact: bool = False
     """It must be what it is compared with."""
@@ -102,7 +104,13 @@ def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
             )
             for n in REPLAYED
         ),
-        Way(name="halo replay", encoder=halo, decoder=window, is_exact=True),
+        Way(
+            name="halo replay",
+            encoder=halo,
+            is_below_decoder=True,
+            decoder=window,
+            is_exact=True,
+        ),
         Way(
             name="as served: both replay W",
             beside="all rows",
@@ -243,8 +251,8 @@ class Bench:
         hit, window = context.hit, self.config.sliding_window
         if way.pool is None:
             assert way.encoder is not None
-            needed = hit if way.name != "halo replay" else min(hit, context.prompt - window)
-            state = self._state(model, context, replay_floors(hit, needed - way.encoder))
+            below = max(0, hit - (context.prompt - window)) if way.is_below_decoder else 0
+            state = self._state(model, context, Floors.replay(hit, way.encoder + below))
         else:
             floors = Floors(
                 start=min(hit, context.prompt - window),
@@ -266,12 +274,6 @@ class Bench:
             prompt=context.prompt,
             dtype=self.dtype,
         )
-
-
-def replay_floors(hit: int, start: int) -> Floors:
-    """Floors of a replay that begins at ``start``, or at 0 if that lies before it."""
-    start = max(0, start)
-    return Floors(start=start, hit=hit, read_floor=start, window_write_floor=start)
 
 
 def score(context: Context, ways: Sequence[Way], logits: Mapping[str, Tensor]) -> dict[str, Any]:
