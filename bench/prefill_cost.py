@@ -7,8 +7,8 @@ Method:   multiply-adds are counted by torch's flop counter on the code that run
           its shape. (Norms, softmax and sorting are not counted, nor is what is read.) Both sides project
           the last row to logits and no other. Seconds are the least of ``--rounds``, both sides in turn, on
           one thread. ``--config full`` has 6 + 6 narrow layers with every system of the release that
-          computes in a prompt; ``release`` the release's own layer table, 20 + 20, W, top-k and candidates,
-          over narrow layers.
+          computes in a prompt; ``attention`` the same without any; ``release`` the release's own layer
+          table, 20 + 20, W, top-k and candidates, over narrow layers.
 Bound:    half of the layers, and W of N tokens of the other half: (1 + W / N) / 2, where both halves cost
           the same. They do not quite: decoder layers see an entry for every token, encoder layers one for
           two, and the first of the decoder's owners makes its entries in both.
@@ -52,6 +52,7 @@ NO_DRAFTS: dict[str, Any] = {
     "image_token_id": None,
 }
 CONFIGS = {
+    "attention": ReferenceConfig.tiny(),
     "full": ReferenceConfig.full(**NO_DRAFTS),
     "release": dataclasses.replace(
         ReferenceConfig.release(),

@@ -512,7 +512,7 @@ def main() -> None:
     """Measure one trained model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="what bench.train_reference wrote")
-    parser.add_argument("--contexts", type=int, default=600)
+    parser.add_argument("--contexts", type=int, default=512)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
