@@ -52,8 +52,9 @@ SCORED_TOKENS = 32
 DISTANCES = (1, 5, 9, 17, 33, 65, 97)
 """Where the ranges of tokens since the hit begin, and the last ends: 64 + 32 are scored at most."""
 RESAMPLED = 2000
-LEAST_KL = 1e-6
-"""Where the plots begin: of the order of what binary32 adds."""
+MILLIBITS = 1000
+LEAST_KL = 1e-3
+"""Millibits at which the plots begin: of the order of what binary32 adds."""
 EXACT_CONTEXTS = 20
 SEED = 7
 MEASURES = ("loss", "kl", "agreement")
@@ -415,8 +416,8 @@ def write_tables(found: Mapping[str, Any]) -> None:
             name,
             figures["beside"],
             f"{figures['loss']['mean']:.3f}",
-            shown(figures["loss_increase"], 1000, 2),
-            shown(figures["kl"], 1000, 2),
+            shown(figures["loss_increase"], MILLIBITS, 2),
+            shown(figures["kl"], MILLIBITS, 3),
             shown(figures["agreement"], 100, 1),
         )
         for name, figures in found["ways"].items()
@@ -434,8 +435,8 @@ def shown(one: Mapping[str, float], scale: float, digits: int) -> str:
 
 
 def point(x: float, one: Mapping[str, float], lowest: float) -> Point:
-    """Return a mean and its interval as a point no lower than ``lowest``."""
-    mean, low, high = (max(lowest, one[end]) for end in ("mean", "low", "high"))
+    """Return a mean and its interval, of bits, as a point of millibits no lower than ``lowest``."""
+    mean, low, high = (max(lowest, MILLIBITS * one[end]) for end in ("mean", "low", "high"))
     return Point(x, mean, low, high)
 
 
@@ -466,7 +467,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, str]:
         is_log=True,
         ticks=tuple((place(count), str(count)) for count in REPLAYED),
     )
-    kl = Axis(f"KL, bits a byte (at most {LEAST_KL:g}: at the bottom)", is_log=True)
+    kl = Axis(f"KL, mbit a byte (at most {LEAST_KL:g}: at the bottom)", is_log=True)
     since = [
         Series(
             f"replay of {count}",
@@ -495,7 +496,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, str]:
             replayed_curves(found, "loss_increase", -math.inf),
             title=f"What replay costs, {layers}",
             x=across,
-            y=Axis("loss increase, bits a byte"),
+            y=Axis("loss increase, mbit a byte"),
             description="The loss increase against the number of tokens replayed.",
         ),
         "since": chart(

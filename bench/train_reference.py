@@ -46,6 +46,8 @@ INDEXER_SHARE = 0.1
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 """AdamW and the largest gradient norm, as language models of this family are trained with."""
 HELD_OUT_BATCHES = 4
+SMOOTHED_STEPS = 10
+"""Steps of one point of the curve: a batch of few sequences says little by itself."""
 TABLE = "table"
 
 SYSTEMS = {
@@ -268,13 +270,20 @@ def held_out_bits(trainee: Trainee, text: NDArray[np.uint8], schedule: Schedule)
 
 def draw(log: list[dict[str, float]]) -> str:
     """Return the loss curve as SVG."""
+    whole = [log[at : at + SMOOTHED_STEPS] for at in range(0, len(log), SMOOTHED_STEPS)]
+    trained = [(rows[-1]["step"], sum(row["bits"] for row in rows) / len(rows)) for rows in whole]
+    held_out = [(row["step"], row["held_out_bits"]) for row in log if "held_out_bits" in row]
     series = [
         Series(
             name,
-            tuple(Point(row["step"], row[key], row[key], row[key]) for row in log if key in row),
+            tuple(Point(step, bits, bits, bits) for step, bits in points),
             is_line=True,
+            has_dots=name == "held out",
         )
-        for name, key in (("trained on", "bits"), ("held out", "held_out_bits"))
+        for name, points in (
+            (f"trained on, mean of {SMOOTHED_STEPS} steps", trained),
+            ("held out", held_out),
+        )
     ]
     return chart(
         [each for each in series if each.points],
