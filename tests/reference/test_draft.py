@@ -210,3 +210,24 @@ def test_a_draft_depends_on_every_token_before_it_in_the_block() -> None:
 
     assert all(len(tokens) == SMALL.dspark_block_size for tokens in proposals)
     assert len(proposals) > 10
+
+
+@pytest.mark.parametrize(("row", "is_read"), [(13, False), (14, True), (29, True)])
+def test_a_draft_reads_the_window_that_ends_before_its_token(row: int, is_read: bool) -> None:
+    """A draft at token 30 reads draft rows 14 to 29: the last W, to the one before it."""
+    engine = engine_of(SMALL)
+    drafter = engine.model.drafter
+    assert drafter is not None
+    state = SequenceState(
+        SMALL,
+        SMALL.layout(),
+        prompt_tokens(30),
+        floors=Floors.replay(0, 16),
+        prompt=16,
+        dtype=torch.float64,
+    )
+    chunk = [Chunk(state, 0, 30)]
+    engine.model.decode(engine.model.encode(chunk), chunk)
+    state.windows[SMALL.draft_layers.start, row] = torch.nan
+
+    assert bool(drafter.propose(state, 5, 30).confidence.isnan().any()) == is_read
