@@ -517,6 +517,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.model.is_file():
+        parser.error(f"{options.model} is not there: expected a model.npz of bench.train_reference")
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     _, held_out = read_text()
@@ -532,6 +534,7 @@ def main() -> None:
         exact = Bench(options.model, Path(folder), torch.float64)
         found = {
             "model": digest,
+            "text": {"bytes": len(held_out), "sha256": hashlib.sha256(held_out).hexdigest()},
             "contexts": len(rows),
             "scored_tokens": SCORED_TOKENS,
             "window": bench.config.sliding_window,
