@@ -534,7 +534,10 @@ def main() -> None:
         exact = Bench(options.model, Path(folder), torch.float64)
         found = {
             "model": digest,
-            "text": {"bytes": len(held_out), "sha256": hashlib.sha256(held_out).hexdigest()},
+            "text": {
+                "bytes": len(held_out),
+                "sha256": hashlib.sha256(held_out.tobytes()).hexdigest(),
+            },
             "contexts": len(rows),
             "scored_tokens": SCORED_TOKENS,
             "window": bench.config.sliding_window,
