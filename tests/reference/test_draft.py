@@ -43,6 +43,18 @@ def expected() -> Result:
     return plain(engine_of(SMALL), prompt_tokens(PROMPT), COUNT)
 
 
+def sequence(tokens: NDArray[np.uint32], prompt: int) -> SequenceState:
+    """Begin a sequence whose first ``prompt`` tokens are the prompt."""
+    return SequenceState(
+        SMALL,
+        SMALL.layout(),
+        tokens,
+        floors=Floors.replay(0, 16),
+        prompt=prompt,
+        dtype=torch.float64,
+    )
+
+
 def drafting(engine: ReferenceEngine, draft: Callable[[int], list[int]]) -> ReferenceEngine:
     """Let the drafter propose ``draft(position)`` after the token at a position, with confidence."""
 
@@ -140,14 +152,7 @@ def test_after_a_rollback_nothing_of_what_was_run_is_left(end: int) -> None:
     tokens = prompt_tokens(30)
     states = []
     for prompt in (tokens, np.concatenate([tokens[:end], prompt_tokens(30 - end, seed=9)])):
-        state = SequenceState(
-            SMALL,
-            SMALL.layout(),
-            prompt,
-            floors=Floors.replay(0, 16),
-            prompt=16,
-            dtype=torch.float64,
-        )
+        state = sequence(prompt, 16)
         chunk = [Chunk(state, 0, 30)]
         model.decode(model.encode(chunk), chunk)
         state.rollback(end)
@@ -195,14 +200,7 @@ def test_a_draft_depends_on_every_token_before_it_in_the_block() -> None:
     engine = engine_of(SMALL)
     drafter = engine.model.drafter
     assert drafter is not None
-    state = SequenceState(
-        SMALL,
-        SMALL.layout(),
-        prompt_tokens(30),
-        floors=Floors.replay(0, 16),
-        prompt=30,
-        dtype=torch.float64,
-    )
+    state = sequence(prompt_tokens(30), 30)
     chunk = [Chunk(state, 0, 30)]
     engine.model.decode(engine.model.encode(chunk).rows(-16), [Chunk(state, 14, 30)])
 
@@ -218,14 +216,7 @@ def test_a_draft_reads_the_window_that_ends_before_its_token(row: int, is_read: 
     engine = engine_of(SMALL)
     drafter = engine.model.drafter
     assert drafter is not None
-    state = SequenceState(
-        SMALL,
-        SMALL.layout(),
-        prompt_tokens(30),
-        floors=Floors.replay(0, 16),
-        prompt=16,
-        dtype=torch.float64,
-    )
+    state = sequence(prompt_tokens(30), 16)
     chunk = [Chunk(state, 0, 30)]
     engine.model.decode(engine.model.encode(chunk), chunk)
     state.windows[SMALL.draft_layers.start, row] = torch.nan
