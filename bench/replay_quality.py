@@ -42,7 +42,7 @@ from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine
 from kvstore.reference.model import ReferenceModel
 from kvstore.reference.residual import Streams
-from kvstore.reference.state import Chunk, Floors, SequenceState
+from kvstore.reference.state import Chunk, Floors, SequenceState, rows_of
 
 REPLAYED = (0, 16, 32, 64, 128, 256, 512)
 HITS = range(512, 640, 2)
@@ -227,9 +227,10 @@ class Bench:
             chunks.append(Chunk(state, state.decoder_floor, len(context.tokens)))
             tails.append(run.encoded.rows(state.decoder_floor - run.start, None))
         decoded = model.decode(Streams.join(tails), chunks)
-        ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks]).tolist()
         # The row before a token says what it will be.
-        scored = [decoded.rows(end - SCORED_TOKENS - 1, end - 1) for end in ends]
+        scored = [
+            decoded.rows(own.stop - SCORED_TOKENS - 1, own.stop - 1) for _, own in rows_of(chunks)
+        ]
         logits = model.logits(Streams.join(scored)).split(SCORED_TOKENS)  # type: ignore[no-untyped-call]
         return dict(zip((way.name for way in ways), logits, strict=True))
 
@@ -239,10 +240,9 @@ class Bench:
             return []
         chunks = [Chunk(state, state.floors.start, len(state.tokens)) for state in states]
         encoded = model.encode(chunks)
-        ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks]).tolist()
         return [
-            Run(chunk.state, chunk.start, encoded.rows(end - (chunk.stop - chunk.start), end))
-            for chunk, end in zip(chunks, ends, strict=True)
+            Run(chunk.state, chunk.start, encoded.rows(own.start, own.stop))
+            for chunk, own in rows_of(chunks)
         ]
 
     def _restored(
@@ -307,6 +307,19 @@ class Interval:
     high: float
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one way costs beside another."""
+
+    beside: str
+    loss: Interval
+    loss_increase: Interval
+    kl: Interval
+    agreement: Interval
+    kl_since_hit: tuple[Interval | None, ...]
+    """By ``DISTANCES``; None where no context has a scored token."""
+
+
 def interval(values: NDArray[np.float64]) -> Interval:
     """Return the mean of one value a context. Shapes: ``[contexts]``, at least one."""
     rng = np.random.default_rng(SEED)
@@ -315,16 +328,15 @@ def interval(values: NDArray[np.float64]) -> Interval:
     return Interval(float(values.mean()), float(low), float(high))
 
 
-def means_where(values: NDArray[np.float64], is_in: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return each context's mean over the tokens that are in, if it has any.
+def interval_where(values: NDArray[np.float64], is_in: NDArray[np.bool_]) -> Interval | None:
+    """Return the mean of contexts' means over the tokens that are in; None if no context has any.
 
     Shapes:
-        both ``[contexts, SCORED_TOKENS]``; returns one number for each context with such a token.
+        both ``[contexts, SCORED_TOKENS]``.
     """
     counts = is_in.sum(axis=1)
     sums = np.where(is_in, values, 0.0).sum(axis=1)
-    means: NDArray[np.float64] = sums[counts > 0] / counts[counts > 0]
-    return means
+    return interval(sums[counts > 0] / counts[counts > 0]) if counts.any() else None
 
 
 def summarise(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -340,26 +352,18 @@ def summarise(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[st
     for way in ways:
         own = scored[way.name]
         worse = own["loss"] - scored[way.beside]["loss"]
-        figures = {
-            "beside": way.beside,
-            "loss": interval(own["loss"].mean(axis=1)),
-            "loss_increase": interval(worse.mean(axis=1)),
-            "kl": interval(own["kl"].mean(axis=1)),
-            "agreement": interval(own["agreement"].mean(axis=1)),
-            "kl_since_hit": [
-                interval(near) if len(near) else None
+        figures = Figures(
+            beside=way.beside,
+            loss=interval(own["loss"].mean(axis=1)),
+            loss_increase=interval(worse.mean(axis=1)),
+            kl=interval(own["kl"].mean(axis=1)),
+            agreement=interval(own["agreement"].mean(axis=1)),
+            kl_since_hit=tuple(
+                interval_where(own["kl"], (since >= low) & (since < high))
                 for low, high in itertools.pairwise(DISTANCES)
-                for near in (means_where(own["kl"], (since >= low) & (since < high)),)
-            ],
-        }
-        found[way.name] = {
-            name: [one and dataclasses.asdict(one) for one in value]
-            if isinstance(value, list)
-            else dataclasses.asdict(value)
-            if isinstance(value, Interval)
-            else value
-            for name, value in figures.items()
-        }
+            ),
+        )
+        found[way.name] = dataclasses.asdict(figures)
     return found
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import json
 import math
 import sysconfig
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvstore.chart import Axis, Point, Series, chart
+from kvstore.files import PUBLIC, written
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import TrainedTable, addresses, random_rows, table_path, write_table
 from kvstore.reference.model import ReferenceModel
@@ -251,11 +251,8 @@ def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceC
 
 def write_arrays(path: Path, arrays: dict[str, NDArray[np.generic]]) -> None:
     """Write arrays by name; the file is there whole or as it was before."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(buffer.getvalue())
-    partial.replace(path)
+    with written(path, PUBLIC) as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def held_out_bits(trainee: Trainee, text: NDArray[np.uint8], schedule: Schedule) -> float:

@@ -41,7 +41,7 @@ class Row:
     mean: float
     median: float
     p90: float
-    is_short: float
+    short_share: float
     """Share of turns of no more than the mean that gives 7/8."""
     without: float
     with_windows: float
@@ -58,9 +58,11 @@ def new_tokens(trace: Trace) -> Ints:
     """Return the tokens that each request is the first to bring. Shapes: ``[requests]``."""
     if not trace.references:
         return trace.input_tokens + trace.output_tokens
-    _, firsts = np.unique(trace.blocks, return_index=True)
-    request = np.searchsorted(trace.offsets, firsts, side="right") - 1
-    counts: Ints = np.bincount(request, minlength=len(trace)) * trace.block_tokens
+    request = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
+    first_use = np.empty(trace.distinct_blocks, np.int64)
+    # The last to be written stays: from the end, that is the first use.
+    first_use[trace.blocks[::-1]] = request[::-1]
+    counts: Ints = np.bincount(first_use, minlength=len(trace)) * trace.block_tokens
     # The last block of a prompt may be a part of one.
     return np.minimum(counts, trace.input_tokens)
 
@@ -157,7 +159,7 @@ def main() -> None:
                 f"{row.mean:,.0f}",
                 f"{row.median:,.0f}",
                 f"{row.p90:,.0f}",
-                f"{row.is_short:.0%}",
+                f"{row.short_share:.0%}",
                 f"{row.without:,.0f}",
                 f"{row.with_windows:,.0f}",
                 f"{row.before:,.0f}",

@@ -28,7 +28,7 @@ def test_a_turn_has_the_tokens_that_it_is_the_first_to_bring(tmp_path: Path) -> 
     assert new_tokens(read(path)).tolist() == [1024, 1024, 0, 256]
     row = measure(path, 1000)
     assert (row.turns, row.mean, row.median) == (3, 768, 1024)
-    assert row.is_short == pytest.approx(1 / 3)
+    assert row.short_share == pytest.approx(1 / 3)
 
 
 def test_a_trace_of_lengths_has_turns_of_prompt_and_answer(tmp_path: Path) -> None:
