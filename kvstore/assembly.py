@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from kvstore.cache import Scope, SharedTiers
 from kvstore.cache.scope import quota_bytes
+from kvstore.checks import ROLES, choice, flag, integer, number, positive, shown, text
 from kvstore.errors import ConfigError
 from kvstore.hash import secret_fingerprint
 from kvstore.layout import Layout
@@ -34,7 +38,7 @@ class PrefixCache(Scope):
     """The scope that opened a store: what an engine holds.
 
     A context manager; leaving it flushes and closes. Opening the same directory again in one
-    process shares the first opening, counted, with the first one's options.
+    process shares the first opening, counted; options that differ from the first one's are refused.
     """
 
     def __init__(
@@ -50,26 +54,30 @@ class PrefixCache(Scope):
         *,
         layout: Layout | str | Path | Mapping[str, Any],
         namespace: Namespace,
-        block_tokens: int = 128,
-        ssd_bytes: int | str = "4GiB",
-        device: str = "cpu",
-        device_bytes: int | str = "256MiB",
-        window_bytes: int | str = "64MiB",
-        window_ttl: float = 300.0,
+        block_tokens: int | None = None,
+        ssd_bytes: int | str | None = None,
+        device: str | None = None,
+        device_bytes: int | str | None = None,
+        window_bytes: int | str | None = None,
+        window_ttl: float | None = None,
         window_rows: int | None = None,
         role: Literal["auto", "owner", "reader"] = "auto",
         clock: Callable[[], float] | None = None,
-        preallocate: bool = False,
-        debug: bool = False,
+        preallocate: bool | None = None,
+        debug: bool | None = None,
         ssd_formats: Mapping[str, str] | str | None = None,
-        error_budget: float = math.inf,
-        scrub_bytes_per_second: int | str = 0,
+        error_budget: float | None = None,
+        scrub_bytes_per_second: int | str | None = None,
         read_threads: int | None = None,
         ssd_quota: int | str | None = None,
-        secret: bool = False,
-        policy: str | Policy[Any] = "lru",
+        secret: bool | None = None,
+        policy: str | Policy[Any] | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
+
+        An option of None is left out. Then it has its default (:class:`PrefixOptions`), or in a
+        store that this process has open already, its value there. One that is given and differs
+        there is refused.
 
         Units:
             Sizes are bytes or text such as ``"4GiB"``; ``window_ttl`` is seconds of ``clock``.
@@ -100,71 +108,45 @@ class PrefixCache(Scope):
         ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
 
         Raises:
-            ConfigError: for options that cannot work, such as a cap below 8 blocks.
-            LayoutMismatch: if the store holds blocks of another layout, or has a secret and is
-                opened without or the other way round; it is left untouched.
+            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
+                from those with which this process has the store open; each is named.
+            LayoutMismatch: if the store holds blocks of another layout, has a secret and is opened
+                without or the other way round, or is open in this process with other groups of
+                any lifetime; it is left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none.
         """
-        model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
-        rows = model_layout.window_tokens if window_rows is None else window_rows
-        _check_options(model_layout, namespace, role, window_ttl, rows)
-        threads = _threads(read_threads)
-        order = _policy(policy)
-        packing = _packing(model_layout, ssd_formats, error_budget)
-        frame_format = frames_of(model_layout, block_tokens, packing)
-        page_bytes = size_bytes(device_bytes, "device_bytes")
-        now = clock if clock is not None else time.monotonic
-        pool_bytes = size_bytes(window_bytes, "window_bytes")
-        scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
+        given: dict[str, Any] = {
+            "block_tokens": block_tokens,
+            "ssd_bytes": ssd_bytes,
+            "device": device,
+            "device_bytes": device_bytes,
+            "window_bytes": window_bytes,
+            "window_ttl": window_ttl,
+            "window_rows": window_rows,
+            "clock": clock,
+            "preallocate": preallocate,
+            "debug": debug,
+            "ssd_formats": ssd_formats,
+            "error_budget": error_budget,
+            "scrub_bytes_per_second": scrub_bytes_per_second,
+            "read_threads": read_threads,
+            "secret": secret,
+            "policy": policy,
+        }
+        whose: object = namespace
+        if not isinstance(whose, Namespace):
+            msg = f"namespace must be a kvstore.Namespace, found {shown(namespace)}"
+            raise ConfigError(msg)
+        choice(role, "role", ROLES, ConfigError)
         quota = quota_bytes(ssd_quota)
+        options = PrefixOptions.of(layout, given)
         directory = resolved(path)
-        capacity = size_bytes(ssd_bytes, "ssd_bytes")
-        key = secret_for(directory, role, is_wanted=secret)
-        options = SsdOptions(
-            capacity_bytes=capacity,
-            frame_bytes=frame_format.frame_bytes,
-            format_text=format_text(
-                model_layout,
-                block_tokens,
-                ssd_formats=packing.formats if packing else None,
-                secret=secret_fingerprint(key) if key else "",
-            ),
-            role=role,
-            preallocate=preallocate,
-            is_mixed=packing is not None,
+        named = ["layout", *(name for name, value in given.items() if value is not None)]
+        shared = share(
+            *(directory, role, SharedTiers, options, named),
+            partial(_opening, directory, role, options),
         )
-
-        def make_device() -> DeviceTier:
-            from kvstore.tier.device import DeviceTier  # imports torch: only who loads pays for it
-
-            return DeviceTier(frame_format, page_bytes, device)
-
-        def build(ssd: SsdTier) -> SharedTiers:
-            if ssd.is_owner and ssd.fact("layout") is None:
-                ssd.set_fact("layout", model_layout.model.encode(errors="replace"))
-            window = WindowPool(
-                model_layout,
-                capacity_bytes=pool_bytes,
-                ttl_seconds=window_ttl,
-                rows=rows,
-                clock=now,
-                poison_on_free=debug,
-            )
-            return SharedTiers(
-                frame_format=frame_format,
-                ssd=ssd,
-                window=window,
-                open_device=make_device,
-                clock=now,
-                wall_clock=clock if clock is not None else time.time,
-                secret=key,
-                scrub_bytes_per_second=scrub_rate,
-                read_threads=threads,
-                policy=order,
-            )
-
-        shared = share(directory, options, SharedTiers, build)
         try:
             return cls(shared, namespace, quota)
         except BaseException:
@@ -193,74 +175,206 @@ class PrefixCache(Scope):
 READ_THREADS = 4
 """Most threads of a load by default: of four, each reading its next run, a disk has 128 blocks to
 work on; more would take processors from the engine."""
+DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
+"""Kinds of devices in torch's names; checked here, because torch is imported with the first load."""
 
 
-def _threads(given: object) -> int:
-    """Return how many threads share a load. Raises ``ConfigError`` for what is no such number."""
-    if given is None:
-        return min(READ_THREADS, len(os.sched_getaffinity(0)))
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        msg = f"read_threads must be a positive integer, found {given!r}"
-        raise ConfigError(msg)
-    return given
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions:
+    """Options of one opening, checked: sizes in bytes, and the default of each that was left out."""
 
+    layout: Layout
+    window_rows: int
+    block_tokens: int = 128
+    ssd_bytes: int = 4 << 30
+    device: str = "cpu"
+    device_bytes: int = 256 << 20
+    window_bytes: int = 64 << 20
+    window_ttl: float = 300.0
+    clock: Callable[[], float] | None = None
+    preallocate: bool = False
+    debug: bool = False
+    ssd_formats: Mapping[str, str] = field(default_factory=dict)
+    error_budget: float = math.inf
+    scrub_bytes_per_second: int = 0
+    read_threads: int = field(
+        default_factory=lambda: min(READ_THREADS, len(os.sched_getaffinity(0)))
+    )
+    secret: bool = False
+    policy: str | Policy[Any] = "lru"
 
-def _policy(given: object) -> Policy[Any] | None:
-    """Return a policy by name or as it is, None for LRU. Raises ``ConfigError`` for what is none."""
-    if isinstance(given, str):
-        if given not in POLICIES:
-            msg = f"no policy named {given!r}; expected one of {', '.join(POLICIES)}, or an object"
+    @classmethod
+    def of(
+        cls, layout: Layout | str | Path | Mapping[str, Any], given: Mapping[str, Any]
+    ) -> PrefixOptions:
+        """Return checked options; one that is None in ``given`` was left out.
+
+        Raises:
+            ConfigError: naming an option that cannot work, whatever lies at the path.
+        """
+        model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
+        checked: dict[str, Any] = {"window_rows": model_layout.window_tokens}
+        for name, value in given.items():
+            if value is not None:
+                checked[name] = _CHECKS[name](value, name)
+        if isinstance(checked.get("ssd_formats"), str):
+            checked["ssd_formats"] = dict.fromkeys(
+                (group.name for group in model_layout.global_groups), checked["ssd_formats"]
+            )
+        options = cls(layout=model_layout, **checked)
+        rows, least = options.window_rows, model_layout.window_tokens - 1
+        if rows < least:
+            msg = f"window_rows must be at least W - 1 = {least}, found {rows}: fewer rows serve no hit"
             raise ConfigError(msg)
-        return None if given == "lru" else make_policy(given)
-    missing = [name for name in METHODS if not callable(getattr(given, name, None))]
-    if isinstance(given, type) or missing:
+        if options.error_budget != math.inf and not loses(options.ssd_formats):
+            msg = (
+                f"error_budget is {options.error_budget}, but nothing is packed: name ssd_formats "
+                "that lose"
+            )
+            raise ConfigError(msg)
+        return options
+
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed at rest, None if they are not."""
+        return Packing(dict(self.ssd_formats), self.error_budget) if self.ssd_formats else None
+
+
+def _opening(
+    directory: Path, role: Literal["auto", "owner", "reader"], options: PrefixOptions
+) -> tuple[SsdOptions, Callable[[SsdTier], SharedTiers]]:
+    """Return how the tier of a directory is opened, and what builds an open store on it."""
+    packing = options.packing
+    frame_format = frames_of(options.layout, options.block_tokens, packing)
+    key = secret_for(directory, role, is_wanted=options.secret)
+    ssd_options = SsdOptions(
+        capacity_bytes=options.ssd_bytes,
+        frame_bytes=frame_format.frame_bytes,
+        format_text=format_text(
+            options.layout,
+            options.block_tokens,
+            ssd_formats=packing.formats if packing else None,
+            secret=secret_fingerprint(key) if key else "",
+        ),
+        role=role,
+        preallocate=options.preallocate,
+        is_mixed=packing is not None,
+    )
+
+    def make_device() -> DeviceTier:
+        from kvstore.tier.device import DeviceTier  # imports torch: only who loads pays for it
+
+        return DeviceTier(frame_format, options.device_bytes, options.device)
+
+    def build(ssd: SsdTier) -> SharedTiers:
+        if ssd.is_owner and ssd.fact("layout") is None:
+            ssd.set_fact("layout", options.layout.model.encode(errors="replace"))
+        now = options.clock if options.clock is not None else time.monotonic
+        return SharedTiers(
+            frame_format=frame_format,
+            ssd=ssd,
+            window=WindowPool(
+                options.layout,
+                capacity_bytes=options.window_bytes,
+                ttl_seconds=options.window_ttl,
+                rows=options.window_rows,
+                clock=now,
+                poison_on_free=options.debug,
+            ),
+            open_device=make_device,
+            clock=now,
+            wall_clock=options.clock if options.clock is not None else time.time,
+            secret=key,
+            scrub_bytes_per_second=options.scrub_bytes_per_second,
+            read_threads=options.read_threads,
+            policy=_order(options.policy),
+        )
+
+    return ssd_options, build
+
+
+def _device(value: object, name: str) -> str:
+    """Return a device's name. Raises ``ConfigError`` for one that torch does not know."""
+    device = text(value, name, ConfigError)
+    if re.fullmatch(rf"({'|'.join(DEVICES)})(:[0-9]{{1,3}})?", device) is None:
+        msg = f"{name} must be one of {', '.join(DEVICES)}, perhaps with a number such as 'cuda:0', found {shown(value)}"
+        raise ConfigError(msg)
+    return device
+
+
+def _clock(value: object, name: str) -> Callable[[], float]:
+    """Return a clock. Raises ``ConfigError`` for what cannot be called."""
+    if not callable(value):
+        msg = f"{name} must be a function that returns seconds, found {shown(value)}"
+        raise ConfigError(msg)
+    return value
+
+
+def _formats(value: object, name: str) -> Mapping[str, str] | str:
+    """Return formats at rest by group, or the one of all. Raises ``ConfigError``."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or not all(
+        isinstance(part, str) for pair in value.items() for part in pair
+    ):
+        msg = f"{name} must be a format or map groups to formats, found {shown(value)}"
+        raise ConfigError(msg)
+    return dict(value)
+
+
+def _budget(value: object, name: str) -> float:
+    """Return an error budget. Raises ``ConfigError`` for what cannot be one."""
+    budget = number(value, name, "a relative error of at least 0", ConfigError)
+    if budget < 0:
+        msg = f"{name} must be a relative error of at least 0, found {shown(value)}"
+        raise ConfigError(msg)
+    return budget
+
+
+def _policy(value: object, name: str) -> str | Policy[Any]:
+    """Return a policy's name, or a policy. Raises ``ConfigError`` for what is neither."""
+    if isinstance(value, str):
+        if value not in POLICIES:
+            msg = f"no policy named {value!r}; expected one of {', '.join(POLICIES)}, or an object"
+            raise ConfigError(msg)
+        return value
+    missing = [method for method in METHODS if not callable(getattr(value, method, None))]
+    if isinstance(value, type) or missing:
         lacks = (
             "is a class, expected an object of it" if not missing else f"lacks {', '.join(missing)}"
         )
-        msg = f"policy must be a name or a kvstore.policy.protocol.Policy; {given!r} {lacks}"
+        msg = f"{name} must be a name or a kvstore.policy.protocol.Policy; {shown(value)} {lacks}"
         raise ConfigError(msg)
-    policy: Any = given
-    return cast("Policy[Any]", policy)
+    return cast("Policy[Any]", value)
 
 
-def _packing(
-    layout: Layout, formats: Mapping[str, str] | str | None, error_budget: float
-) -> Packing | None:
-    """Return how a store packs at rest. Raises ``ConfigError`` for what cannot be a budget."""
-    if isinstance(formats, str):
-        formats = {group.name: formats for group in layout.global_groups}
-    is_number = isinstance(error_budget, int | float) and not isinstance(error_budget, bool)
-    if not is_number or not error_budget >= 0:
-        msg = f"error_budget must be a relative error of at least 0, found {error_budget!r}"
-        raise ConfigError(msg)
-    if error_budget != math.inf and not loses(formats or {}):
-        msg = f"error_budget is {error_budget}, but nothing is packed: name ssd_formats that lose"
-        raise ConfigError(msg)
-    return Packing(dict(formats), float(error_budget)) if formats else None
+def _order(policy: str | Policy[Any]) -> Policy[Any] | None:
+    """Return the policy to evict by, None for LRU."""
+    if isinstance(policy, str):
+        return None if policy == "lru" else make_policy(policy)
+    return policy
 
 
-def _check_options(
-    layout: Layout, namespace: object, role: str, window_ttl: float, rows: object
-) -> None:
-    """Raise ``ConfigError`` for an option that cannot work, whatever lies at the path."""
-    if not isinstance(namespace, Namespace):
-        msg = f"namespace must be a kvstore.Namespace, found {type(namespace).__name__}"
-        raise ConfigError(msg)
-    if role not in ("auto", "owner", "reader"):
-        msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
-        raise ConfigError(msg)
-    if not window_ttl > 0:  # NaN is not
-        msg = f"window_ttl must be positive seconds, found {window_ttl}"
-        raise ConfigError(msg)
-    if isinstance(rows, bool) or not isinstance(rows, int):
-        msg = f"window_rows must be an integer, found {rows!r}"
-        raise ConfigError(msg)
-    if layout.window_tokens and rows < layout.window_tokens - 1:
-        msg = (
-            f"window_rows must be at least W - 1 = {layout.window_tokens - 1}, found {rows}: "
-            "fewer rows serve no hit"
-        )
-        raise ConfigError(msg)
+_flag = partial(flag, error=ConfigError)
+_CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
+    "block_tokens": partial(integer, low=1, error=ConfigError),
+    "ssd_bytes": size_bytes,
+    "device": _device,
+    "device_bytes": size_bytes,
+    "window_bytes": size_bytes,
+    "window_ttl": partial(positive, what="seconds", error=ConfigError),
+    "window_rows": partial(integer, error=ConfigError),
+    "clock": _clock,
+    "preallocate": _flag,
+    "debug": _flag,
+    "ssd_formats": _formats,
+    "error_budget": _budget,
+    "scrub_bytes_per_second": size_bytes,
+    "read_threads": partial(integer, low=1, error=ConfigError),
+    "secret": _flag,
+    "policy": _policy,
+}
+"""The check of each option: takes the value and its name, raises ``ConfigError``."""
 
 
 __all__ = ["PrefixCache", "format_text", "size_bytes"]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvstore.cache.keyed import Bytes, KeyedBlocks
 from kvstore.cache.keys import Key, NamedBlock, keyed_format, keys_root, named
+from kvstore.checks import ROLES, choice, flag, shown
 from kvstore.errors import ConfigError
+from kvstore.frame import FrameFormat
 from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
+from kvstore.layout import Layout
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
@@ -25,8 +31,8 @@ class BlockStore:
     block. What a key must cover (model, formats, tenant, ...) is its caller's business.
 
     A context manager; leaving it flushes and closes. Opening the same directory again in one
-    process shares the first opening, counted, with the first one's options. Forked children must
-    reopen. Buffers belong to the caller: nothing keeps one after its call returned.
+    process shares the first opening, counted; options that differ from the first one's are refused.
+    Forked children must reopen. Buffers belong to the caller: nothing keeps one after its call returned.
 
     Threads: every method may be called from any thread of the process that opened it.
     """
@@ -45,16 +51,18 @@ class BlockStore:
         *,
         block_bytes: int,
         key_bytes: int = 256,
-        ssd_bytes: int | str = "4GiB",
+        ssd_bytes: int | str | None = None,
         role: Literal["auto", "owner", "reader"] = "auto",
-        preallocate: bool = False,
+        preallocate: bool | None = None,
         on_removed: Callable[[bytes], object] | None = None,
-        scrub_bytes_per_second: int | str = 0,
-        secret: bool = False,
+        scrub_bytes_per_second: int | str | None = None,
+        secret: bool | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
-        ``ssd_bytes`` is the hard cap of the file, in bytes or as text such as ``"4GiB"``.
+        An option of None is left out: it has its default, or in a store that this process has open
+        already, its value there. ``ssd_bytes`` is the hard cap of the file, in bytes or as text;
+        4 GiB by default.
         ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
         the disk space now. ``on_removed`` is called with the ``block_id`` of each block that the
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
@@ -63,45 +71,32 @@ class BlockStore:
         directory; a store is made with or without one, for good.
 
         Raises:
-            ConfigError: for options that cannot work, such as a cap below 8 blocks.
+            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
+                from those with which this process has the store open; each is named.
             LayoutMismatch: if the store holds blocks of another size or key length, or of a
                 ``PrefixCache``, or has a secret and is opened without or the other way round; it is
                 left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none.
         """
-        if role not in ("auto", "owner", "reader"):
-            msg = f"role must be 'auto', 'owner' or 'reader', found {role!r}"
-            raise ConfigError(msg)
+        choice(role, "role", ROLES, ConfigError)
+        given: dict[str, Any] = {
+            "ssd_bytes": ssd_bytes,
+            "preallocate": preallocate,
+            "on_removed": on_removed,
+            "scrub_bytes_per_second": scrub_bytes_per_second,
+            "secret": secret,
+        }
         frame_format = keyed_format(block_bytes, key_bytes)
-        scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
-        directory, capacity = resolved(path), size_bytes(ssd_bytes, "ssd_bytes")
-        key = secret_for(directory, role, is_wanted=secret)
-        options = SsdOptions(
-            capacity_bytes=capacity,
-            frame_bytes=frame_format.frame_bytes,
-            format_text=format_text(
-                frame_format.layout,
-                frame_format.block_tokens,
-                key_bytes,
-                secret=secret_fingerprint(key) if key else "",
-            ),
-            role=role,
-            preallocate=preallocate,
+        checked = {
+            name: _CHECKS[name](value, name) for name, value in given.items() if value is not None
+        }
+        options = _KeyedOptions(layout=frame_format.layout, key_bytes=key_bytes, **checked)
+        directory = resolved(path)
+        shared = share(
+            *(directory, role, KeyedBlocks, options, ["layout", "key_bytes", *checked]),
+            partial(_opening, directory, role, options, frame_format),
         )
-
-        def build(ssd: SsdTier) -> KeyedBlocks:
-            if ssd.is_owner and ssd.fact("layout") is None:
-                ssd.set_fact("layout", frame_format.layout.model.encode())
-            return KeyedBlocks(
-                frame_format=frame_format,
-                ssd=ssd,
-                keys_root=keys_root(key),
-                on_removed=on_removed,
-                scrub_bytes_per_second=scrub_rate,
-            )
-
-        shared = share(directory, options, KeyedBlocks, build)
         return cls(shared, block_bytes, key_bytes)
 
     @property
@@ -279,6 +274,72 @@ class BlockStore:
             msg = f"{what}[{number}] has {array.nbytes} bytes, expected exactly {self.block_bytes}"
             raise ValueError(msg)
         return array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeyedOptions:
+    """Options of one opening, checked, and the default of each that was left out."""
+
+    layout: Layout
+    key_bytes: int
+    ssd_bytes: int = 4 << 30
+    preallocate: bool = False
+    on_removed: Callable[[bytes], object] | None = None
+    scrub_bytes_per_second: int = 0
+    secret: bool = False
+
+
+def _opening(
+    directory: Path,
+    role: Literal["auto", "owner", "reader"],
+    options: _KeyedOptions,
+    frame_format: FrameFormat,
+) -> tuple[SsdOptions, Callable[[SsdTier], KeyedBlocks]]:
+    """Return how the tier of a directory is opened, and what builds an open store on it."""
+    key = secret_for(directory, role, is_wanted=options.secret)
+    ssd_options = SsdOptions(
+        capacity_bytes=options.ssd_bytes,
+        frame_bytes=frame_format.frame_bytes,
+        format_text=format_text(
+            frame_format.layout,
+            frame_format.block_tokens,
+            options.key_bytes,
+            secret=secret_fingerprint(key) if key else "",
+        ),
+        role=role,
+        preallocate=options.preallocate,
+    )
+
+    def build(ssd: SsdTier) -> KeyedBlocks:
+        if ssd.is_owner and ssd.fact("layout") is None:
+            ssd.set_fact("layout", frame_format.layout.model.encode())
+        return KeyedBlocks(
+            frame_format=frame_format,
+            ssd=ssd,
+            keys_root=keys_root(key),
+            on_removed=options.on_removed,
+            scrub_bytes_per_second=options.scrub_bytes_per_second,
+        )
+
+    return ssd_options, build
+
+
+def _listener(value: object, name: str) -> Callable[[bytes], object]:
+    """Return a function. Raises ``ConfigError`` for what cannot be called."""
+    if not callable(value):
+        msg = f"{name} must be a function that takes a block_id, found {shown(value)}"
+        raise ConfigError(msg)
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
+    "ssd_bytes": size_bytes,
+    "preallocate": partial(flag, error=ConfigError),
+    "on_removed": _listener,
+    "scrub_bytes_per_second": size_bytes,
+    "secret": partial(flag, error=ConfigError),
+}
+"""The check of each option that may be left out."""
 
 
 def _seconds(wait: float) -> float:

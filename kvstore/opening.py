@@ -12,13 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvstore.cache.opened import OpenStore
+from kvstore.checks import shown
 from kvstore.errors import ConfigError, KVStoreError, LayoutMismatch, StoreBusy, StoreError
 from kvstore.hash import secret_fingerprint
 from kvstore.layout import LayerGroup, Layout
@@ -182,8 +183,12 @@ def _secret_named(path: Path, named: str | None) -> bytes:
 class _Opened:
     shared: OpenStore
     count: int
+    options: Any
+    """Those in force: of the opening that made it."""
 
 
+_FOR = frozenset({"block_tokens", "key_bytes", "secret", "ssd_formats"})
+"""Options that say, with the layout, for which blocks a store is."""
 _opened: dict[tuple[int, int], _Opened] = {}
 """Stores open in this process, by device and inode: LMDB must not open one twice."""
 _inherited: dict[tuple[int, int], OpenStore] = {}
@@ -231,10 +236,21 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTier], T]) -> T:
-    """Return the opening of ``path`` in this process, making it with ``build`` if there is none.
+def share(
+    path: Path,
+    role: Literal["auto", "owner", "reader"],
+    kind: type[T],
+    options: Any,
+    given: Collection[str],
+    opening: Callable[[], tuple[SsdOptions, Callable[[SsdTier], T]]],
+) -> T:
+    """Return the opening of ``path`` in this process, making it with ``opening`` if there is none.
+
+    ``options`` holds every option of the caller as an attribute, and ``given`` names those that it
+    did not leave out. ``opening`` returns how the tier is opened and what builds a store on it.
 
     Raises:
+        ConfigError: if the store is open here with other options than are given; each is named.
         LayoutMismatch: if the store is for something else; it is left untouched.
         StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
@@ -242,12 +258,15 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
     with _opening:
         known = _identity(path)
         if known is not None and known in _opened:
-            directory.claim_format(
-                path, options.format_text
-            )  # another layout is refused here as well
             opened = _opened[known]
-            assert isinstance(opened.shared, kind), "two kinds of store with one format"
-            if options.role == "owner" and not opened.shared.is_owner:
+            if not isinstance(opened.shared, kind):
+                msg = (
+                    f"{path} is open in this process for blocks of another kind, and was left "
+                    "untouched; use another path"
+                )
+                raise LayoutMismatch(msg)
+            _check_agreement(path, options, opened.options, given)
+            if role == "owner" and not opened.shared.is_owner:
                 msg = (
                     f"{path} is open as a reader in this process already; close that before opening "
                     "it with role='owner'"
@@ -258,15 +277,56 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
             return opened.shared
         if known is not None and known in _inherited:
             _inherited.pop(known).ssd.forget()
-        shared = take_over(path, options, build)
-        if options.role == "auto" and not shared.is_owner:
+        ssd_options, build = opening()
+        shared = take_over(path, ssd_options, build)
+        if role == "auto" and not shared.is_owner:
             logger.warning(
                 "%s is owned by another process: this one reads it and stores nothing", path
             )
         made = _identity(path)
         assert made is not None
-        _opened[made] = _Opened(shared, 1)
+        _opened[made] = _Opened(shared, 1, options)
         return shared
+
+
+def _check_agreement(path: Path, options: Any, in_force: Any, given: Collection[str]) -> None:
+    """Raise an error that names every given option which differs from that of the open store."""
+    layouts = in_force.layout, options.layout
+    parts = _layout_differences(*layouts) if "layout" in given else []
+    is_other = bool(parts)
+    for name in given:
+        here, there = getattr(options, name), getattr(in_force, name)
+        if name != "layout" and here != there:
+            parts.append(f"{name} {shown(there)}, found {shown(here)}")
+            is_other |= name in _FOR
+    if parts:
+        found = f"{path} is open in this process with {'; '.join(parts)}"
+        if is_other:
+            msg = f"{found}; it was left untouched: use another path"
+            raise LayoutMismatch(msg)
+        msg = f"{found}: leave the option out, give the same, or close the store first"
+        raise ConfigError(msg)
+
+
+def _layout_differences(found: Layout, expected: Layout) -> list[str]:
+    """Say in which groups, of any lifetime, two layouts differ; their labels do not count."""
+    parts = []
+    if found.window_tokens != expected.window_tokens:
+        parts.append(f"window_tokens {found.window_tokens}, found {expected.window_tokens}")
+    there, here = ({group.name: group for group in each.groups} for each in (found, expected))
+    parts += [
+        f"group {name!r} {_group_text(there.get(name))}, found {_group_text(here.get(name))}"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    return parts
+
+
+def _group_text(group: LayerGroup | None) -> str:
+    if group is None:
+        return "missing"
+    values = asdict(group) | {"layers": shown(list(group.layers)), "lifetime": group.lifetime.name}
+    return " ".join(f"{name}={value}" for name, value in values.items() if name != "name")
 
 
 def is_open_here(path: Path) -> bool:

@@ -707,7 +707,9 @@ def test_a_relative_path_stays_where_it_was_when_the_process_moves(
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
         assert cache.stats()["path"] == str(tmp_path / "s")
-        with open_cache(tmp_path / "s") as second:
+        with PrefixCache.open(
+            tmp_path / "s", layout=DENSE, namespace=NAMESPACE, block_tokens=BLOCK
+        ) as second:
             assert second._shared is cache._shared
 
 

@@ -712,7 +712,7 @@ def test_a_forked_child_must_reopen_and_can(tmp_path: Path) -> None:
         ({"ssd_bytes": "40KiB"}, "ssd_bytes is 40960, expected at least .*8 blocks"),
         ({"ssd_bytes": "4 apples"}, "ssd_bytes must be bytes or a size such as '4GiB'"),
         ({"device_bytes": -1}, "device_bytes must not be negative"),
-        ({"block_tokens": 0}, "block_tokens must be a positive multiple"),
+        ({"block_tokens": 0}, "block_tokens must be a positive integer"),
         ({"role": "boss"}, "role must be 'auto', 'owner' or 'reader'"),
         ({"window_ttl": 0}, "window_ttl must be positive"),
     ],

@@ -208,7 +208,6 @@ def test_one_that_fails_while_it_evicts_for_a_quota_takes_from_nobody_else(tmp_p
     [
         ("mru", "no policy named 'mru'; expected one of lru, arc"),
         (7, "7 lacks fresh, insert"),
-        (None, "None lacks"),
         (Lru, "is a class, expected an object of it"),
     ],
 )

@@ -1,0 +1,104 @@
+"""Checks of arguments: each returns the value in one plain type, or says what it should have been.
+
+Errors name the argument, the accepted values and the value found. Methods raise ``ValueError``;
+whoever opens something passes ``error=ConfigError``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+
+import numpy as np
+
+ROLES = ("auto", "owner", "reader")
+"""What a process may be to a store."""
+_SHOWN = 60
+"""Characters of a wrong value in a message."""
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def flag(value: object, name: str, error: type[Exception] = ValueError) -> bool:
+    """Return a truth value as a bool."""
+    if not isinstance(value, bool | np.bool_):
+        msg = f"{name} must be True or False, found {shown(value)}"
+        raise error(msg)
+    return bool(value)
+
+
+def integer(
+    value: object,
+    name: str,
+    low: int = 0,
+    high: int | None = None,
+    error: type[Exception] = ValueError,
+) -> int:
+    """Return a whole number in ``[low, high]`` as an int; a bool is none, and neither is 16.0."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    number = int(value) if is_whole else low - 1  # type: ignore[call-overload]
+    if number < low or (high is not None and number > high):
+        within = (
+            f"an integer in [{low}, {high}]"
+            if high is not None
+            else f"an integer of at least {low}"
+        )
+        if high is None and low == 1:
+            within = "a positive integer"
+        msg = f"{name} must be {within}, found {shown(value)}"
+        raise error(msg)
+    return number
+
+
+def number(
+    value: object, name: str, what: str = "a number", error: type[Exception] = ValueError
+) -> float:
+    """Return a real number as a float; NaN and bools are none. ``what`` names it in the message."""
+    is_real = isinstance(value, Real | np.number) and not isinstance(value, bool | np.bool_)
+    try:
+        found = float(value) if is_real else math.nan  # type: ignore[arg-type]
+    except (OverflowError, TypeError, ValueError):  # an int of 400 digits, a complex NumPy number
+        found = math.nan
+    if math.isnan(found):
+        msg = f"{name} must be {what}, found {shown(value)}"
+        raise error(msg)
+    return found
+
+
+def positive(
+    value: object, name: str, what: str = "a number", error: type[Exception] = ValueError
+) -> float:
+    """Return a real number above zero as a float; infinity is one."""
+    found = number(value, name, f"positive {what}", error)
+    if found <= 0:
+        msg = f"{name} must be positive {what}, found {shown(value)}"
+        raise error(msg)
+    return found
+
+
+def choice(
+    value: object, name: str, known: Collection[str], error: type[Exception] = ValueError
+) -> str:
+    """Return a text that is one of ``known``."""
+    if not isinstance(value, str) or value not in known:
+        *most, last = map(repr, known)
+        expected = f"{', '.join(most)} or {last}" if most else last
+        msg = f"{name} must be {expected}, found {shown(value)}"
+        raise error(msg)
+    return value
+
+
+def text(value: object, name: str, error: type[Exception] = ValueError) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        msg = f"{name} must be a text, found {shown(value)}"
+        raise error(msg)
+    return value
