@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from kvstore.cache.keyed import Bytes, KeyedBlocks
 from kvstore.cache.keys import Key, NamedBlock, keyed_format, keys_root, named
-from kvstore.checks import ROLES, choice, flag, shown
+from kvstore.checks import ROLES, choice, flag, number, several, shown
 from kvstore.errors import ConfigError
 from kvstore.frame import FrameFormat
 from kvstore.hash import secret_fingerprint
@@ -132,13 +132,13 @@ class BlockStore:
         """
         shared = self._guarded()
         blocks = self._named(keys)
-        self._same_length(blocks, sources, "sources")
+        sources = self._as_many(sources, blocks, "sources")
         above: list[NamedBlock | None] = [None] * len(blocks)
         if parents is not None:
-            self._same_length(blocks, parents, "parents")
+            parents = self._as_many(parents, blocks, "parents")
             above = [None if p is None else self._name(p) for p in parents]
         arrays = [self._bytes(i, source, "sources") for i, source in enumerate(sources)]
-        return shared.put(blocks, arrays, above, _seconds(wait))
+        return shared.put(blocks, arrays, above, _wait(wait))
 
     def get(self, keys: Sequence[Key], targets: Sequence[Any]) -> list[bool]:
         """Copy blocks into ``targets``, verified; return for each whether it is there now.
@@ -156,7 +156,7 @@ class BlockStore:
         """
         shared = self._guarded()
         blocks = self._named(keys)
-        self._same_length(blocks, targets, "targets")
+        targets = self._as_many(targets, blocks, "targets")
         arrays = [self._bytes(i, target, "targets", into=True) for i, target in enumerate(targets)]
         return shared.get(blocks, arrays)
 
@@ -246,19 +246,18 @@ class BlockStore:
         return self._shared
 
     def _named(self, keys: Sequence[Key]) -> list[NamedBlock]:
-        if isinstance(keys, bytes | str):
-            msg = f"keys must be a sequence of keys, found one {type(keys).__name__}"
-            raise ValueError(msg)
-        return [self._name(key) for key in keys]
+        return [self._name(key) for key in several(keys, "keys", "keys")]
 
     def _name(self, key: Key) -> NamedBlock:
         return named(key, self.key_bytes, self._shared.keys_root)
 
     @staticmethod
-    def _same_length(blocks: Sequence[NamedBlock], others: Sequence[Any], what: str) -> None:
-        if len(others) != len(blocks):
-            msg = f"{what}: expected one for each of {len(blocks)} keys, found {len(others)}"
+    def _as_many(given: object, blocks: Sequence[NamedBlock], what: str) -> list[Any]:
+        found = several(given, what, "one for each key")
+        if len(found) != len(blocks):
+            msg = f"{what}: expected one for each of {len(blocks)} keys, found {len(found)}"
             raise ValueError(msg)
+        return found
 
     def _bytes(self, number: int, buffer: Any, what: str, *, into: bool = False) -> Bytes:
         """Return a caller's buffer as a block's bytes, a view of it if it is a target."""
@@ -342,9 +341,10 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
 """The check of each option that may be left out."""
 
 
-def _seconds(wait: float) -> float:
-    """Return a wait, checked."""
-    if not wait >= 0:  # NaN is not
-        msg = f"wait must be seconds, 0 or more, found {wait!r}"
+def _wait(given: object) -> float:
+    """Return a wait as seconds. Raises ``ValueError`` for what is none."""
+    wait = number(given, "wait", "seconds, 0 or more")
+    if wait < 0:
+        msg = f"wait must be seconds, 0 or more, found {shown(given)}"
         raise ValueError(msg)
     return wait

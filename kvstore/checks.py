@@ -7,8 +7,9 @@ whoever opens something passes ``error=ConfigError``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -73,9 +74,7 @@ def number(
     return found
 
 
-def positive(
-    value: object, name: str, what: str = "a number", error: type[Exception] = ValueError
-) -> float:
+def positive(value: object, name: str, what: str, error: type[Exception] = ValueError) -> float:
     """Return a real number above zero as a float; infinity is one."""
     found = number(value, name, f"positive {what}", error)
     if found <= 0:
@@ -94,6 +93,23 @@ def choice(
         msg = f"{name} must be {expected}, found {shown(value)}"
         raise error(msg)
     return value
+
+
+def several(value: object, name: str, what: str) -> list[Any]:
+    """Return the items of a sequence or an iterator; a text, bytes or a mapping is none of things.
+
+    ``what`` names the items in the message.
+    """
+    found: list[Any] | None = None
+    if not isinstance(value, str | bytes | bytearray | Mapping):
+        try:
+            found = list(value)  # type: ignore[call-overload]
+        except Exception:  # somebody else's __iter__ may raise anything
+            found = None
+    if found is None:
+        msg = f"{name} must be a sequence of {what}, found {shown(value)}"
+        raise ValueError(msg)
+    return found
 
 
 def text(value: object, name: str, error: type[Exception] = ValueError) -> str:

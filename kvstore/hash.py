@@ -56,9 +56,14 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
 
 def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
     """Return tokens as a one-dimensional array of integers of any size, or raise as ``as_tokens``."""
+    if isinstance(tokens, np.ma.MaskedArray):
+        msg = (
+            "tokens must be plain integers, found a masked array; fill or drop what is masked first"
+        )
+        raise ValueError(msg)
     try:
         array = np.asarray(tokens)
-    except (ValueError, TypeError, RuntimeError) as error:  # ragged, or a tensor on a device
+    except Exception as error:  # ragged, a tensor on a device, somebody else's __array__
         msg = f"tokens must be a sequence of integers or a one-dimensional integer array: {error}"
         raise ValueError(msg) from error
     if array.ndim != 1:

@@ -86,7 +86,7 @@ class Metrics:
     quarantined_stores: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    prefill_tokens: int = 0
+    prefill_tokens: float = 0
     prefill_seconds: float = 0.0
     block_lookups_without_hit: int = 0
     _said: set[str] = field(default_factory=set)

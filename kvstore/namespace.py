@@ -63,7 +63,12 @@ def weights_digest(folder: str | Path) -> str:
 
     Cost: reads at most 4 MiB of each shard.
     """
-    root = Path(folder)
+    try:
+        root = Path(folder)
+        root.is_dir()
+    except (TypeError, ValueError, OSError) as error:
+        msg = f"folder must name a folder of weights or one weight file: {error}"
+        raise ConfigError(msg) from error
     suffixes = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
     if root.is_file():
         files = [root]

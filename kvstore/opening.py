@@ -223,6 +223,9 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return where a store really lies: it stays there if the process or a link moves on."""
     try:
         return Path(path).expanduser().resolve()
+    except TypeError as error:
+        msg = f"path must name a directory, found {shown(path)}"
+        raise ConfigError(msg) from error
     except (OSError, RuntimeError, ValueError) as error:
         msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
         raise ConfigError(msg) from error

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvstore.block import BlockKey
+from kvstore.checks import integer, text
 from kvstore.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class Job:
         Raises:
             ValueError: for a layer that the job does not load.
         """
-        part = (group, layer)
+        part = (text(group, "group"), integer(layer, "layer"))
         if part not in self._parts:
             msg = f"this job loads no layer {layer} of group {group!r}, expected one of {sorted(self._parts)}"
             raise ValueError(msg)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
+from kvstore.checks import shown
 from kvstore.host import on_host
 from kvstore.layout import Layout
 from kvstore.replay import WindowSnapshot
@@ -190,9 +191,10 @@ class WindowPool:
 
 def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) -> None:
     """Raise ``ValueError`` unless ``snapshot`` could serve a hit of this layout."""
-    rows: object = getattr(snapshot, "rows", snapshot)
-    if not isinstance(rows, Mapping):
-        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {type(rows).__name__}"
+    given: object = snapshot
+    rows: object = given.rows if isinstance(given, WindowSnapshot) else given
+    if not isinstance(given, WindowSnapshot) or not isinstance(rows, Mapping):
+        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {shown(rows)}"
         raise ValueError(msg)
     groups = {group.name: group for group in layout.window_groups}
     if set(snapshot.rows) != set(groups):

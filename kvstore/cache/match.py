@@ -95,6 +95,10 @@ class Match:
         self.pages: PinnedPages | None = None
         """What ``load`` made of it."""
 
+    def is_of(self, keeper: Keeper) -> bool:
+        """Say whether ``keeper`` found it."""
+        return self._keeper is keeper
+
     @property
     def tokens(self) -> NDArray[np.uint32]:
         """The request's token ids."""
@@ -191,6 +195,10 @@ class PinnedPages(Pages):
         self.tokens = tokens
         """Leading tokens in the pages; those that they have room for, if they are private."""
         self.hold = hold
+
+    def is_of(self, keeper: Keeper) -> bool:
+        """Say whether they are pages of ``keeper``."""
+        return self._keeper is keeper
 
     @property
     def is_released(self) -> bool:

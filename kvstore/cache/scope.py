@@ -6,6 +6,7 @@ It turns tokens into identities, checks arguments, and leaves the rest to the sh
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,8 @@ from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
-from kvstore.errors import StoreError
+from kvstore.checks import flag, integer, number, positive, several, shown, text
+from kvstore.errors import ConfigError, StoreError
 from kvstore.hash import as_tokens, identify, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
@@ -53,6 +55,8 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
+        self._roots: frozenset[BlockHash] = frozenset()
+        """Roots of its generations so far: matches of an older one are still its own."""
         self._bind(namespace)
         if ssd_quota is not None:
             shared.set_quota(self._root, asdict(self.namespace), ssd_quota)
@@ -64,6 +68,7 @@ class Scope:
         self.namespace = replace(namespace, generation=generation)
         """Whose cache this is, with the generation in force."""
         self._root = self._root_of(self.namespace)
+        self._roots |= {self._root}
 
     def _root_of(self, namespace: Namespace) -> BlockHash:
         shared = self._shared
@@ -100,12 +105,18 @@ class Scope:
             StoreError: if it cannot be recorded.
         """
         self._shared.guard()
+        given: object = namespace
+        if not isinstance(given, Namespace):
+            msg = f"namespace must be a kvstore.Namespace, found {shown(given)}"
+            raise ConfigError(msg)
         return Scope(self._shared, namespace, quota_bytes(ssd_quota))
 
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()
         self._follow_generation()
-        images = tuple(images)  # walked twice
+        images = several(images, "images", "ImageSpan values")
+        if images:
+            tokens = as_tokens(tokens)
         count = len(tokens) if images else 0
         for image in images:
             given: object = image
@@ -118,6 +129,27 @@ class Scope:
         # A match outlives the call; its caller's buffer may not.
         ids, hashes = identify(self._root, tokens, self.block_tokens, images)
         return Prefix(self._root, ids, hashes, images, self.block_tokens)
+
+    def _own(self, match: Match) -> Match:
+        """Return a match that this scope found, or raise ``ValueError`` for any other.
+
+        Another store's names blocks that are not here, another namespace's blocks that its tokens
+        do not name.
+        """
+        given: object = match
+        if not isinstance(given, Match):
+            msg = f"match must come from lookup, found {shown(given)}"
+            raise ValueError(msg)
+        if not match.is_of(self._shared):
+            msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
+            raise ValueError(msg)
+        if match.prefix.root not in self._roots:
+            msg = (
+                f"the match is of another namespace than {self.namespace}; look up in the scope that "
+                "reads it"
+            )
+            raise ValueError(msg)
+        return match
 
     # ---- global KV -----------------------------------------------------------------------------
 
@@ -153,8 +185,9 @@ class Scope:
         """
         ids = as_tokens(tokens)
         start = _place(start, "start", self.block_tokens, len(ids))
-        wait = _seconds(wait, "wait")
+        wait = number(wait, "wait", "seconds")
         ttl = _ttl(ttl)
+        pin = flag(pin, "pin")
         arrays = host_entries(self.layout, entries, start, len(ids))
         prefix = self._prefix(ids, images)
         return self._shared.store(
@@ -187,7 +220,10 @@ class Scope:
         """
         prefix = self._prefix(tokens, images)
         return self._shared.lookup(
-            prefix, request_id=request_id, need_window=need_window, is_probe=False
+            prefix,
+            request_id=None if request_id is None else text(request_id, "request_id"),
+            need_window=flag(need_window, "need_window"),
+            is_probe=False,
         )
 
     def probe(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> Match:
@@ -197,7 +233,7 @@ class Scope:
 
     def release(self, request_id: str) -> None:
         """Forget the match that ``lookup`` gave to ``request_id``."""
-        self._shared.forget_request((self._root, request_id))
+        self._shared.forget_request((self._root, text(request_id, "request_id")))
 
     def read(self, match: Match, timeout: float | None = None) -> Entries:
         """Copy the entries of a match to host arrays, verified.
@@ -208,7 +244,7 @@ class Scope:
         Cost: reads and checks on as many threads as the store was opened with.
         """
         self._shared.guard()
-        return self._shared.read(match, _timeout(timeout))
+        return self._shared.read(self._own(match), _timeout(timeout))
 
     @overload
     def load(self, match: Match, *, timeout: float | None = None) -> PinnedPages: ...
@@ -246,6 +282,7 @@ class Scope:
                 is not a multiple of the layout's alignment within the hit.
         """
         self._shared.guard()
+        self._own(match)
         timeout = _timeout(timeout)
         if into is None:
             return self._shared.load(match, timeout)
@@ -292,15 +329,16 @@ class Scope:
         ids = as_tokens(tokens)
         end = _place(len(ids) if stop is None else stop, "stop", 1, len(ids))
         start = _place(start, "start", self.block_tokens, end)
-        wait = _seconds(wait, "wait")
+        wait = number(wait, "wait", "seconds")
         ttl = _ttl(ttl)
+        pin = flag(pin, "pin")
         prefix = self._prefix(ids, images).cut(end // self.block_tokens)
         save = Save(
             prefix=prefix,
             namespace=asdict(self.namespace),
             source=self._paged(pages, start, len(prefix.tokens)),
             start=start,
-            after=after,
+            after=_event(after),
             wait=wait,
             ttl=ttl,
             is_pinned=pin,
@@ -308,6 +346,10 @@ class Scope:
         return self._shared.jobs.save(save)
 
     def _paged(self, pages: Pages, start: int, stop: int) -> PagedEntries:
+        given: object = pages
+        if not isinstance(given, Pages):
+            msg = f"pages must be kvstore.Pages, found {shown(given)}"
+            raise ValueError(msg)
         from kvstore.tier.paged import PagedEntries  # imports torch: only who has pages pays for it
 
         paged = PagedEntries(self.layout, pages, stop)
@@ -341,15 +383,19 @@ class Scope:
         end = _place(len(ids) if upto is None else upto, "upto", 1, len(ids))
         start = _place(start, "start", self.block_tokens, end)
         prefix = self._prefix(ids, images).cut(end // self.block_tokens)
+        self._own_pages(pages)
         if len(prefix.tokens) - start > pages.tokens:
             msg = f"pages hold {pages.tokens} tokens, expected {len(prefix.tokens) - start}"
             raise ValueError(msg)
-        if not await_event(after):
+        if not await_event(_event(after)):
             msg = (
                 "the event that these pages wait for did not happen in time; nothing was published"
             )
             raise StoreError(msg)
         return self._shared.publish(prefix, start, pages)
+
+    def _own_pages(self, pages: PinnedPages) -> None:
+        _check_pages(pages, self._shared)
 
     @property
     def device(self) -> Device:
@@ -409,7 +455,8 @@ class Scope:
         self._shared.guard()
         found: dict[int, WindowSnapshot] = {}
         asked: list[tuple[ReplayHook, list[int], list[ReplayRequest]]] = []
-        for position, (match, hook) in enumerate(pairs):
+        checked = [self._pair(pair) for pair in several(pairs, "pairs", "(match, hook) pairs")]
+        for position, (match, hook) in enumerate(checked):
             if plan.replay(match.hit_tokens, match.floors) is None:
                 found[position] = _from_pool(match)
                 continue
@@ -438,10 +485,20 @@ class Scope:
             for position, request, snapshot in zip(places, requests, snapshots, strict=True):
                 self._check_replayed(request, snapshot)
                 self._shared.count_replay(request.stop - request.start)
-                match = pairs[position][0]
+                match = checked[position][0]
                 self._shared.put_window(match.prefix, snapshot, is_replayed=True)
                 found[position] = replace(snapshot, source="replay")
-        return [found[position] for position in range(len(pairs))]
+        return [found[position] for position in range(len(checked))]
+
+    def _pair(self, pair: object) -> tuple[Match, ReplayHook | None]:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            msg = f"pairs must be (match, hook) pairs, found {shown(pair)}"
+            raise ValueError(msg)
+        match, hook = pair
+        if hook is not None and not callable(hook):
+            msg = f"a replay hook must be a function of requests, found {shown(hook)}"
+            raise ValueError(msg)
+        return self._own(match), hook
 
     def _check_replayed(self, request: ReplayRequest, snapshot: WindowSnapshot) -> None:
         given: object = snapshot
@@ -460,10 +517,13 @@ class Scope:
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tell how long the engine took to compute ``tokens``: what ``worth_loading`` weighs."""
-        if not (1 <= tokens < math.inf and 0 < seconds < math.inf):
-            msg = f"expected positive tokens and seconds, found {tokens} and {seconds}"
+        measured = [
+            positive(given, "a measurement", "tokens and seconds") for given in (tokens, seconds)
+        ]
+        if math.inf in measured:
+            msg = f"a measurement must be positive tokens and seconds, both finite, found {shown(tokens)} and {shown(seconds)}"
             raise ValueError(msg)
-        self._shared.observe_prefill(tokens, seconds)
+        self._shared.observe_prefill(*measured)
 
     def flush(self) -> None:
         """Return when every block accepted before survives power loss."""
@@ -481,7 +541,10 @@ class Scope:
         Device pages in use stay until they are released.
         """
         self._shared.guard()
-        target = scope if scope is not None else self
+        target: object = scope if scope is not None else self
+        if not isinstance(target, Scope):
+            msg = f"scope must be a scope of this store, found {shown(target)}"
+            raise ValueError(msg)
         if target._shared is not self._shared:  # noqa: SLF001 - a sibling of this class
             msg = "the scope to clear belongs to another store"
             raise ValueError(msg)
@@ -538,14 +601,18 @@ class Device:
 
         Cost: reads only the rows asked for.
         """
+        _check_pages(pages, self._shared)
         known = {g.name: g for g in self._shared.layout.global_groups}
-        if group not in known:
+        if text(group, "group") not in known:
             msg = f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}"
             raise ValueError(msg)
         if pages.is_released:
             msg = "these pages were released, and may hold another prefix by now; load the match again"
             raise ValueError(msg)
-        return self._shared.device.gather(pages.page_ids, known[group], layer, entry_indices, dtype)
+        number = integer(layer, "layer")
+        return self._shared.device.gather(
+            pages.page_ids, known[group], number, entry_indices, dtype
+        )
 
     def allocate(self, count: int) -> PinnedPages:
         """Take ``count`` private pages that the engine fills in place; ``publish`` shares them.
@@ -554,11 +621,7 @@ class Device:
             CapacityError: if there are fewer that are free or that nobody pins.
             ValueError: if ``count`` is no positive integer.
         """
-        given: object = count
-        if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
-            msg = f"count must be a positive integer, found {count!r}"
-            raise ValueError(msg)
-        return self._shared.allocate(int(count))
+        return self._shared.allocate(integer(count, "count", 1))
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -592,25 +655,37 @@ def _place(value: object, name: str, unit: int, limit: int) -> int:
 
 
 def _timeout(value: float | None) -> float | None:
-    return None if value is None else _seconds(value, "timeout")
+    return None if value is None else number(value, "timeout", "seconds")
 
 
 def _ttl(value: float | None) -> float | None:
-    ttl = None if value is None else _seconds(value, "ttl")
-    if ttl is not None and ttl <= 0:
-        msg = f"ttl must be positive seconds or None, found {ttl}"
-        raise ValueError(msg)
-    return ttl
+    return None if value is None else positive(value, "ttl", "seconds or None")
 
 
-def _seconds(value: object, name: str) -> float:
-    """Return a number of seconds as a float. Raises ``ValueError`` for NaN and for no number."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    seconds = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    if math.isnan(seconds):
-        msg = f"{name} must be seconds, found {value!r}"
+def _event(after: Event | None) -> Event | None:
+    """Return an event. Raises ``ValueError`` for what cannot be waited for."""
+    given: object = after
+    if not (
+        given is None
+        or isinstance(given, threading.Event)
+        or (not isinstance(given, type) and callable(getattr(given, "synchronize", None)))
+    ):
+        msg = (
+            f"after must be a threading.Event or an event with synchronize(), found {shown(given)}"
+        )
         raise ValueError(msg)
-    return seconds
+    return after
+
+
+def _check_pages(pages: PinnedPages, shared: SharedTiers) -> None:
+    """Raise ``ValueError`` for pages that are not of this store's device tier."""
+    given: object = pages
+    if not isinstance(given, PinnedPages):
+        msg = f"pages must come from load or device.allocate, found {shown(given)}"
+        raise ValueError(msg)
+    if not pages.is_of(shared):
+        msg = f"the pages are of another store than {shared.ssd.path}; load the match from this one"
+        raise ValueError(msg)
 
 
 def _request(match: Match) -> ReplayRequest:

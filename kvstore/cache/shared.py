@@ -261,7 +261,7 @@ class SharedTiers(OpenStore):
             *(match.hit_tokens, match.floors, self.layout.window_tokens, size / speed, per_token)
         )
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, tokens: float, seconds: float) -> None:
         """Take in a measurement of the engine's own speed."""
         with self.context.lock:
             self.metrics.prefill_tokens += tokens

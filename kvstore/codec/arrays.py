@@ -86,6 +86,20 @@ def dtype_name(dtype: DType) -> str:
     return name
 
 
+def check_plain(array: object, role: str) -> None:
+    """Raise ``ValueError`` for arrays whose memory does not say it all: masked, sparse, without data."""
+    found = "a masked array" if isinstance(array, np.ma.MaskedArray) else ""
+    if is_tensor(array):
+        import torch
+
+        if array.layout != torch.strided:
+            found = f"a tensor with layout {str(array.layout).removeprefix('torch.')}"
+        elif array.device.type == "meta":
+            found = "a tensor of the meta device, which has no data"
+    if found:
+        raise ValueError(f"{role} must be a plain NumPy array or torch tensor, found {found}")
+
+
 def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     """Return the memory of an array or CPU tensor, without a copy.
 
@@ -94,6 +108,7 @@ def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     Raises:
         ValueError: if it is neither kind of array, is 0-dimensional, or has another dtype.
     """
+    check_plain(array, role)
     if is_tensor(array):
         name = str(array.dtype).removeprefix("torch.")
         data = _tensor_memory(array, name) if name in dtypes else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.checks import number
 from kvstore.codec import native, packed
 from kvstore.codec.packed import Kernel, PackStats
 
@@ -19,6 +20,7 @@ __all__ = ["PackStats", "gather", "pack", "relative_error", "unpack"]
 
 def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Kernel:
     rule = packed.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
+    global_scale = number(global_scale, "global_scale")
     if not 2.0**-100 <= global_scale <= 2.0**100:
         raise ValueError(f"global_scale must lie in [2**-100, 2**100], found {global_scale!r}")
     if global_scale != 1 and entry_format == "mxfp4":
@@ -31,6 +33,7 @@ def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> K
 
 
 def _unpacking_kernel(entry_format: str, global_scale: float) -> Kernel:
+    packed.check_format(entry_format, None, native.FP4_FORMATS, "FP4")
     return _kernel(entry_format, native.UNPACKING_RULES.get(entry_format), global_scale)
 
 

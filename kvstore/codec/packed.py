@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.checks import shown
 from kvstore.codec import native
 from kvstore.codec.arrays import (
     FLOATS,
     check_apart,
     check_length,
     check_out,
+    check_plain,
     dtype_name,
     empty_like,
     host_view,
@@ -152,14 +154,14 @@ def check_format(
     Raises:
         ValueError: for a format that is not one of the family's, or a rule that is not the format's.
     """
-    if entry_format not in formats:
+    if not isinstance(entry_format, str) or entry_format not in formats:
         known = ", ".join(formats)
-        raise ValueError(f"unknown {family} format {entry_format!r}, expected one of {known}")
+        raise ValueError(f"unknown {family} format {shown(entry_format)}, expected one of {known}")
     rules = SCALE_RULES[entry_format]
     rule = rules[0] if scale_rule is None else scale_rule
-    if rule not in rules:
+    if not isinstance(rule, str) or rule not in rules:
         known = ", ".join(rules)
-        raise ValueError(f"{entry_format} has no scale rule {rule!r}, expected one of {known}")
+        raise ValueError(f"{entry_format} has no scale rule {shown(rule)}, expected one of {known}")
     return rule
 
 
@@ -198,10 +200,14 @@ def pack(
     Cost: reads the array where it lies, unless the last axis is not contiguous: then one copy. A
         tensor on another device is copied to the host, and its result back: this synchronises.
     """
-    if out is not None and len(out) != 2:
-        raise ValueError(
-            f"out must be the pair ({', '.join(kernel.names)}), found {len(out)} items"
-        )
+    given: object = out
+    if given is not None and not (isinstance(given, Sequence) and len(given) == 2):
+        found = f"{len(given)} items" if isinstance(given, Sequence) else shown(given)
+        raise ValueError(f"out must be the pair ({', '.join(kernel.names)}), found {found}")
+    measured: object = stats
+    if not isinstance(measured, PackStats | None):
+        raise ValueError(f"stats must be a PackStats or None, found {shown(measured)}")
+    check_plain(values, "values")
     names = [f"out {name}" for name in kernel.names]
     planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))
     if is_remote(values):
@@ -368,6 +374,7 @@ def _places(
 
 def _indices(array: Array, role: str) -> NDArray[np.int64]:
     """Return a one-dimensional array or tensor of integers as contiguous int64."""
+    check_plain(array, role)
     if is_tensor(array):
         array = array.detach().cpu().numpy()
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.checks import shown
 from kvstore.codec import codec_for
+from kvstore.codec.arrays import check_plain
 from kvstore.errors import CapacityError, ConfigError
 from kvstore.frame import Frames, Wave
 from kvstore.layout import LayerGroup
@@ -123,6 +125,24 @@ class DeviceTier:
                 rows = rows[[at for at, n in enumerate(group.layers) if n in wave.layers]]
             target[...] = rows.cpu().numpy()
 
+    def _indices(self, given: object) -> torch.Tensor:
+        """Return entry indices as int64 ``[queries, k]`` on the device, or raise ``ValueError``."""
+        check_plain(given, "entry_indices")
+        try:
+            indices = torch.as_tensor(given, device=self.device)
+        except Exception as error:  # torch has a kind of error for each kind of value
+            msg = f"entry_indices must be integers [queries, k], found {shown(given)}: {error}"
+            raise ValueError(msg) from error
+        if indices.ndim != 2:
+            msg = f"entry_indices must be [queries, k], found shape {list(indices.shape)}"
+            raise ValueError(msg)
+        is_whole = not (indices.is_floating_point() or indices.is_complex())
+        if indices.numel() and (not is_whole or indices.dtype == torch.bool):
+            name = str(indices.dtype).removeprefix("torch.")
+            msg = f"entry_indices must be integers, found dtype {name}"
+            raise ValueError(msg)
+        return indices.to(torch.int64)
+
     def gather(
         self,
         page_ids: torch.Tensor,
@@ -155,10 +175,7 @@ class DeviceTier:
         if entry_indices is None:
             indices = torch.arange(total, device=self.device).unsqueeze(0)
         else:
-            indices = torch.as_tensor(entry_indices, device=self.device).to(torch.int64)
-            if indices.ndim != 2:
-                msg = f"entry_indices must be [queries, k], found shape {list(indices.shape)}"
-                raise ValueError(msg)
+            indices = self._indices(entry_indices)
         if indices.numel() == 0:
             return torch.zeros((*indices.shape, group.values), dtype=wanted, device=self.device)
         low, high = int(indices.min()), int(indices.max())

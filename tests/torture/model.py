@@ -241,7 +241,7 @@ class CacheModel:
         with scope.lookup(prompt.tokens, request_id, images=prompt.images) as match:
             self._check_hit(prompt, match)
             hit = match.hit_tokens
-            found = self.cache.read(match)
+            found = scope.read(match)
             assert found.tokens == hit, "what was looked up is what loads"
             self._check_entries(prompt, found, generation)
 
@@ -273,13 +273,13 @@ class CacheModel:
             return
         match = self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images)
         match.__enter__()
-        pages = self.cache.load(match) if load else None
+        pages = self.scopes[prompt.tenant].load(match) if load else None
         self.held.append((match, pages, prompt, self.generations[prompt.tenant]))
 
     def let_go(self) -> None:
         """Read what is held once more, and leave it."""
         for match, pages, prompt, generation in self.held:
-            found = self.cache.read(match)
+            found = self.scopes[prompt.tenant].read(match)
             assert found.tokens == match.hit_tokens, "a held match lost blocks"
             self._check_entries(prompt, found, generation)
             if pages is not None:
@@ -319,7 +319,7 @@ class CacheModel:
             ]
 
         with self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images) as match:
-            found = self.cache.window(match, hook)
+            found = self.scopes[prompt.tenant].window(match, hook)
             if found.source == "none":
                 assert not match.hit_tokens
                 return
@@ -407,7 +407,7 @@ class CacheModel:
                     (byte,) = file.read(1)
                     file.seek(-1, 1)
                     file.write(bytes([byte ^ 1 << choice % 8]))
-            found = self.cache.read(match)
+            found = scope.read(match)
             assert number * BLOCK <= found.tokens == match.hit_tokens
             is_bad = lose or (record is not None and record.page > 0)
             if is_bad and not match.residency.get("device"):  # where it may be whole
