@@ -32,6 +32,8 @@ class _Held:
     size: int
     expires: float
     pins: int = 0
+    is_used: bool = False
+    """Whether any hit has used it."""
     is_doomed: bool = False
     """Dropped while pinned: freed with the last pin."""
 
@@ -69,6 +71,24 @@ class WindowPool:
         self._pinned: dict[int, _Held] = {}  # by identity of the snapshot handed out
         self.evicted = 0
         self.expired = 0
+        self.refused = 0
+        """Windows that did not fit beside what is pinned, or at all."""
+        self.evicted_unused = 0
+        """Windows evicted or expired before any hit used them."""
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one whole snapshot: the least capacity with which the pool holds any."""
+        rows = -(-self.rows // self._cut) * self._cut
+        return sum(
+            len(group.layers) * (rows // group.tokens_per_entry) * group.entry_bytes
+            for group in self.layout.window_groups
+        )
+
+    @property
+    def is_too_small(self) -> bool:
+        """Say whether no whole snapshot fits, so that lookups which need a window find none."""
+        return self.capacity_bytes < self.snapshot_bytes
 
     def __len__(self) -> int:
         """How many snapshots are held."""
@@ -100,6 +120,7 @@ class WindowPool:
             rows[group.name] = np.array(source[:, skip:], np.uint8, order="C")
         size = sum(array.nbytes for array in rows.values())
         if size > self._obtainable_bytes():
+            self.refused += 1
             return False
         if present is not None:
             self._drop(key, present)
@@ -122,6 +143,7 @@ class WindowPool:
             return None
         held = self._held[key]
         held.pins += 1
+        held.is_used = True
         self._held.move_to_end(key)
         self._pinned.setdefault(id(held.snapshot), held)
         return held.snapshot
@@ -141,6 +163,7 @@ class WindowPool:
         for key, held in [item for item in self._held.items() if item[1].expires <= now]:
             self._drop(key, held)
             self.expired += 1
+            self.evicted_unused += not held.is_used
 
     def keys(self) -> frozenset[BlockHash]:
         """Return the prefixes whose window is here, for those who decide in another process."""
@@ -160,6 +183,8 @@ class WindowPool:
             "capacity_bytes": self.capacity_bytes,
             "evicted": self.evicted,
             "expired": self.expired,
+            "refused": self.refused,
+            "evicted_unused": self.evicted_unused,
         }
 
     def _obtainable_bytes(self) -> int:
@@ -174,6 +199,7 @@ class WindowPool:
             if not held.pins:
                 self._drop(key, held)
                 self.evicted += 1
+                self.evicted_unused += not held.is_used
 
     def _drop(self, key: BlockHash, held: _Held) -> None:
         del self._held[key]

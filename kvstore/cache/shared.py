@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -33,6 +34,8 @@ from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
+
+logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
 """How long a lookup protects what it found. Mooncake's lease is 5 to 10 s; engines keep requests
@@ -85,6 +88,8 @@ class SharedTiers(OpenStore):
             wall_clock=wall_clock,
             scrub_bytes_per_second=scrub_bytes_per_second,
         )
+        if window.capacity_bytes and window.is_too_small:
+            logger.warning("%s", self._window_alarm())
         self._reads = Reads(self.context, frame_format, ssd, self._discard, read_threads)
         self.jobs = Jobs(self)
 
@@ -100,7 +105,21 @@ class SharedTiers(OpenStore):
     @override
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
         found = super()._alarms(ssd)
-        return [*found, self._why_lru] if self._why_lru else found
+        if self._why_lru:
+            found.append(self._why_lru)
+        window = self.window  # a pool of 0 bytes is a choice, until a window is offered to it
+        if window.is_too_small and (window.capacity_bytes or window.refused):
+            found.append(self._window_alarm())
+        return found
+
+    def _window_alarm(self) -> str:
+        least = self.window.snapshot_bytes
+        return (
+            f"the window pool of {self.ssd.path} has {self.window.capacity_bytes} bytes, less than the "
+            f"{least} of one snapshot of {self.layout.model}: no window is kept, and a lookup that "
+            f"needs one finds nothing; give window_bytes of at least {least} for each sequence that "
+            "is to be found"
+        )
 
     # ---- identity ------------------------------------------------------------------------------
 
@@ -467,7 +486,13 @@ class SharedTiers(OpenStore):
     def _device_pages(self) -> DevicePages:
         with self.context.lock:
             if self.pages is None:
-                self.pages = DevicePages(self.context, self._open_device())
+                tier = self._open_device()
+                if tier.capacity_bytes and not tier.page_count:
+                    message = (
+                        "device_bytes is %d, less than the %d of one page: nothing can be loaded"
+                    )
+                    self.metrics.say_once("device", message, tier.capacity_bytes, tier.page_bytes)
+                self.pages = DevicePages(self.context, tier)
             return self.pages
 
     def hold_blocks(self, match: Match) -> Hold:

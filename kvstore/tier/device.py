@@ -42,6 +42,7 @@ class DeviceTier:
         """
         self._format = frame_format
         self.layout = frame_format.layout
+        self.capacity_bytes = capacity_bytes
         self.page_bytes = frame_format.payload_bytes
         self.page_count = capacity_bytes // self.page_bytes
         try:

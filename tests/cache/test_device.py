@@ -222,3 +222,15 @@ def test_threads_loading_one_prefix_agree_and_leak_no_page(tmp_path: Path) -> No
         assert pages_of.index.blocks == len(pages_of._page_of)
         assert cache.device.free_pages == 16 - len(pages_of._page_of)
         assert not any(segment.pins for segment in pages_of.index)
+
+
+def test_a_device_tier_without_a_page_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tokens_of(3 * BLOCK)
+    with open_cache(tmp_path / "s", device_bytes=100) as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        with cache.lookup(tokens) as match:
+            assert cache.load(match).tokens == 0
+    assert "device_bytes is 100, less than the 6144 of one page" in caplog.text

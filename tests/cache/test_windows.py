@@ -364,3 +364,57 @@ def test_debug_mode_poisons_what_a_stale_view_would_see(tmp_path: Path) -> None:
             assert cache.window(match).rows["window"] is not stale
         cache.put_window(tokens, snapshot_of(5 * BLOCK))
         assert (stale == 0xFF).all()
+
+
+# ---- a pool that cannot hold a window ------------------------------------------------------------
+
+SNAPSHOT_BYTES = 3 * 16 * 16
+"""One snapshot of the windowed layout: 3 layers, 16 rows of 4 float32."""
+
+
+def test_a_pool_smaller_than_one_snapshot_says_so_with_the_least_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tokens_of(5 * BLOCK)
+    with open_cache(tmp_path / "s", WINDOWED, window_bytes=SNAPSHOT_BYTES - 1) as cache:
+        (record,) = [r for r in caplog.records if "window pool" in r.getMessage()]
+        assert f"less than the {SNAPSHOT_BYTES} of one snapshot" in record.getMessage()
+        assert record.getMessage() in cache.stats()["alarms"]
+        assert not cache.put_window(tokens, snapshot_of(2 * BLOCK))
+        assert cache.stats()["window"]["refused"] == 1
+    caplog.clear()
+    with open_cache(tmp_path / "s", WINDOWED, window_bytes=SNAPSHOT_BYTES) as cache:
+        assert cache.put_window(tokens, snapshot_of(2 * BLOCK))
+        assert cache.stats()["alarms"] == []
+    assert not caplog.records
+
+
+def test_a_pool_of_nothing_is_a_choice_until_a_window_is_offered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = tokens_of(5 * BLOCK)
+    with open_cache(tmp_path / "s", WINDOWED, window_bytes=0) as cache:
+        assert cache.stats()["alarms"] == []
+        cache.put_window(tokens, snapshot_of(2 * BLOCK))
+        (alarm,) = cache.stats()["alarms"]
+        assert "the window pool of" in alarm
+    with open_cache(tmp_path / "dense", window_bytes=0) as cache:
+        assert cache.stats()["alarms"] == []
+    assert not caplog.records
+
+
+def test_windows_that_go_before_any_use_are_counted(tmp_path: Path) -> None:
+    prompts = [tokens_of(3 * BLOCK, seed) for seed in range(4)]
+    with open_cache(tmp_path / "s", WINDOWED, window_bytes=2 * SNAPSHOT_BYTES) as cache:
+        for tokens in prompts:
+            cache.store(tokens, entries_of(WINDOWED, tokens))
+        cache.flush()
+        for tokens in prompts[:3]:
+            cache.put_window(tokens, snapshot_of(2 * BLOCK))
+        assert cache.stats()["window"]["evicted_unused"] == 1  # the first, for the third
+        with cache.lookup(prompts[1], need_window=True) as match:
+            assert match.window_hit
+        for tokens in (prompts[3], prompts[0]):  # evict the third unused, then the second, used
+            cache.put_window(tokens, snapshot_of(2 * BLOCK))
+        window = cache.stats()["window"]
+        assert (window["evicted"], window["evicted_unused"]) == (3, 2)
