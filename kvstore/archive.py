@@ -35,6 +35,7 @@ from kvstore.namespace import Namespace
 from kvstore.opening import StoreFormat, format_text, resolved, secret_of
 from kvstore.policy.lru import Lru
 from kvstore.sizes import size_bytes
+from kvstore.tier.directory import FORMAT_BYTES
 from kvstore.tier.records import Record
 from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
 from kvstore.transfer import BARRIER_SECONDS
@@ -43,8 +44,6 @@ ARCHIVE_VERSION = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 16 << 20
 """Largest manifest: some 30,000 namespaces."""
-FORMAT_BYTES = 16 << 10
-"""Largest text of a format: 5,000 layers. Laying out a frame costs their square."""
 SKIPPED_BYTES = 1 << 30
 """Largest member that is refused and passed over; behind a larger one nothing is looked for."""
 SEEN_BLOCKS = 1 << 16

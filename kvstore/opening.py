@@ -27,6 +27,7 @@ from kvstore.tier import directory
 from kvstore.tier.ssd import BIRTH_SECONDS, MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
 
 T = TypeVar("T", bound=OpenStore)
+V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
 
@@ -75,6 +76,24 @@ def format_text(
     return json.dumps(text, separators=(",", ":"))
 
 
+def _value(found: Mapping[str, Any], name: str, kind: type[V], *default: V) -> V:
+    """Return a field of a kind. Raises ``TypeError`` for another: 16.0 and true are no integers."""
+    value = found[name] if name in found or not default else default[0]
+    if type(value) is not kind:
+        raise TypeError(f"{name} is {value!r:.40}, expected {kind.__name__}")
+    return value
+
+
+def _group(found: Mapping[str, Any]) -> LayerGroup:
+    layers = _value(found, "layers", list)
+    if any(type(layer) is not int for layer in layers):
+        raise TypeError(f"layers are {layers!r:.40}, expected integers")
+    names = ("name", "entry_format", "scale_rule")
+    texts = {name: _value(found, name, str) for name in names}
+    counts = {name: _value(found, name, int) for name in ("values", "tokens_per_entry")}
+    return LayerGroup(layers=tuple(layers), **texts, **counts)
+
+
 def parse_format(text: str) -> StoreFormat:
     """Return what ``format_text`` wrote down.
 
@@ -82,20 +101,20 @@ def parse_format(text: str) -> StoreFormat:
         StoreError: if the text is damaged.
     """
     try:
+        if len(text) > directory.FORMAT_BYTES:
+            raise ValueError(f"{len(text)} characters, expected at most {directory.FORMAT_BYTES}")
         found = json.loads(text)
-        groups = tuple(
-            LayerGroup(**{**group, "layers": tuple(group["layers"])}) for group in found["groups"]
-        )
-        layout = Layout(model="stored", groups=groups)
+        layout = Layout(model="stored", groups=tuple(map(_group, found["groups"])))
+        formats = _value(found, "ssd_formats", dict, {})
         form = StoreFormat(
             layout,
-            int(found["block_tokens"]),
-            int(found.get("key_bytes", 0)),
-            {str(name): str(at_rest) for name, at_rest in found.get("ssd_formats", {}).items()},
-            str(found.get("secret", "")),
+            _value(found, "block_tokens", int),
+            _value(found, "key_bytes", int, 0),
+            {name: _value(formats, name, str) for name in formats},
+            _value(found, "secret", str, ""),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"the store's VERSION file is damaged: {error!r}"
+        msg = f"the store's VERSION file is damaged: {error!r:.200}"
         raise StoreError(msg) from error
     if layout.fingerprint != found.get("fingerprint"):
         msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -76,6 +77,7 @@ class SharedTiers(OpenStore):
         self._why_lru = ""
         """Why another policy than the given one orders eviction, if one does."""
         self._open_device = open_device
+        self._making_pages = threading.Lock()
         self._leases: deque[Hold] = deque()
         self._by_request: dict[RequestKey, Match] = {}
         super().__init__(
@@ -484,16 +486,18 @@ class SharedTiers(OpenStore):
         return self._device_pages().tier
 
     def _device_pages(self) -> DevicePages:
-        with self.context.lock:
-            if self.pages is None:
-                tier = self._open_device()
-                if tier.capacity_bytes and not tier.page_count:
-                    message = (
-                        "device_bytes is %d, less than the %d of one page: nothing can be loaded"
-                    )
-                    self.metrics.say_once("device", message, tier.capacity_bytes, tier.page_bytes)
-                self.pages = DevicePages(self.context, tier)
-            return self.pages
+        if self.pages is None:
+            with self._making_pages:  # not the lock: importing torch takes seconds
+                if self.pages is None:
+                    tier = self._open_device()
+                    if tier.capacity_bytes and not tier.page_count:
+                        self.metrics.say_once(
+                            "device",
+                            "device_bytes is %d, less than the %d of one page: nothing can be loaded",
+                            *(tier.capacity_bytes, tier.page_bytes),
+                        )
+                    self.pages = DevicePages(self.context, tier)
+        return self.pages
 
     def hold_blocks(self, match: Match) -> Hold:
         """Pin what a match found, apart from its own lease or pin."""

@@ -32,6 +32,9 @@ SECRET_BYTES = 32
 _PARTIAL_SECRET = "secret.partial"  # noqa: S105
 _PARTIAL_FILE = "VERSION.partial"
 """``VERSION`` while it is written: left behind by a process that was killed just then."""
+_FILES = (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE)
+FORMAT_BYTES = 16 << 10
+"""Largest text of a format: 5,000 layers. Laying out a frame costs their square."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
 _COPY_FOLDER = "compacting"
 """Where a compacted copy is made: inside the store, as a rename must stay in one file system."""
@@ -45,8 +48,12 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 _LAYERED_FILE_SYSTEMS = frozenset({"overlay", "aufs"})
 """Where a file of a lower layer becomes another file when it is first written. docs/decisions/0020."""
 
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""How to open what may be anything: a pipe would be waited for, a link leads away."""
 _LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
 """``owner_pid`` holds a shared lock for a moment, which must not pass for an owner."""
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How the kernel spells blanks, tabs, newlines and backslashes. Source: proc(5), mangle_path."""
 _ASIDE = re.compile(r"\.bad-\d{8}T\d{6}")
 """What ``set_aside`` puts behind a store's name."""
 
@@ -71,16 +78,60 @@ def prepare(path: Path) -> None:
     except OSError as error:
         msg = f"{path} cannot be created: {error.strerror}; choose a path you can write to"
         raise ConfigError(msg) from error
-    facts = path.stat()
-    if facts.st_uid != os.geteuid():
-        msg = f"{path} belongs to user id {facts.st_uid}, expected {os.geteuid()}; use your own directory"
-        raise ConfigError(msg)
-    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = stat.S_IMODE(facts.st_mode)
-        msg = f"{path} is writable by others (mode {mode:04o}); run chmod 700 on it"
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        msg = (
+            f"{path} belongs to user id {owner}, expected {os.geteuid()}, as whom this process runs; "
+            f"run chown -R {os.geteuid()} on it, or use a directory of your own, in it if you may write there"
+        )
         raise ConfigError(msg)
     refuse_links(path)
     require_store_or_empty(path)
+    tighten(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        msg = (
+            f"{path} is writable by others (mode {mode:04o}), expected a directory of the store's own; "
+            "run chmod 700 on it, or use another path"
+        )
+        raise ConfigError(msg)
+    _refuse_others_files(path)
+
+
+def tighten(path: Path) -> None:
+    """Take back what others may do in a store of our own, as where Kubernetes gave it to a group.
+
+    ``fsGroup`` lets a group read and write everything in a volume, anew with each mount. A directory
+    for everybody stays as it is unless it is a store: it may be anyone's.
+    """
+    with suppress(FileNotFoundError):
+        facts = path.stat()
+        shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        is_ours = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+        is_known = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
+        if not (shared and is_ours and is_known):
+            return
+        path.chmod(stat.S_IMODE(facts.st_mode) & ~0o077)
+        for name in _FILES:
+            with suppress(FileNotFoundError):
+                found = (path / name).lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_uid == facts.st_uid:
+                    (path / name).chmod(0o600)
+        message = "%s was writable by others (mode %04o): it is private again, its files too"
+        logger.warning(message, path, stat.S_IMODE(facts.st_mode))
+
+
+def _refuse_others_files(path: Path) -> None:
+    """Raise ``ConfigError`` if a file of our store is someone else's, who may change it at any time."""
+    for name in _FILES:
+        with suppress(FileNotFoundError):
+            owner = (path / name).lstat().st_uid
+            if owner != os.geteuid():
+                msg = (
+                    f"{path / name} belongs to user id {owner}, expected {os.geteuid()}, whose directory "
+                    f"it is; run chown {os.geteuid()} on it if you know how it came, or use another path"
+                )
+                raise ConfigError(msg)
 
 
 def _check_file_system(path: Path) -> None:
@@ -103,7 +154,7 @@ def _check_file_system(path: Path) -> None:
 
 def refuse_links(path: Path) -> None:
     """Raise ``ConfigError`` if a file of a store is there but no plain file: it may lead anywhere."""
-    for name in (DATA_FILE, _MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE):
+    for name in _FILES:
         with suppress(FileNotFoundError):
             mode = (path / name).lstat().st_mode
             if not stat.S_ISREG(mode):
@@ -151,11 +202,17 @@ def read_format(path: Path) -> str:
         StoreError: if the file is damaged or of another version.
     """
     refuse_links(path)  # a pipe would be read for ever
+    most = len(_FIRST_LINE) + FORMAT_BYTES + len("\n\n")
     try:
-        lines = (path / VERSION_FILE).read_text(encoding="utf-8").splitlines()
+        with (path / VERSION_FILE).open("rb") as file:
+            text = file.read(most + 1)
+        lines = text.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         msg = f"{path / VERSION_FILE} cannot be read: {error}"
         raise StoreError(msg) from error
+    if len(text) > most:
+        msg = f"{path / VERSION_FILE} is damaged: it has more than {most} bytes, the most that a format takes"
+        raise StoreError(msg)
     if len(lines) != 2 or lines[0] != _FIRST_LINE:
         found = lines[0][:40] if lines else "an empty file"
         msg = (
@@ -183,6 +240,12 @@ def has_format(path: Path, format_text: str) -> bool:
 def claim_format(path: Path, format_text: str) -> None:
     """Record what a new store is for, or raise ``LayoutMismatch`` if an old one is for another."""
     if not has_format(path, format_text):
+        if len(format_text.encode()) > FORMAT_BYTES:
+            msg = (
+                f"the layout takes {len(format_text.encode())} bytes to write down, expected at most "
+                f"{FORMAT_BYTES}: join groups, or give them shorter names"
+            )
+            raise ConfigError(msg)
         # Before there is a database: one without its VERSION is nobody's store.
         _write(path, VERSION_FILE, _PARTIAL_FILE, f"{_FIRST_LINE}\n{format_text}\n".encode())
 
@@ -190,7 +253,7 @@ def claim_format(path: Path, format_text: str) -> None:
 def _write(path: Path, name: str, partial_name: str, content: bytes) -> None:
     """Give a store a small file, durably: all of it or none. Its owner's business alone."""
     partial = path / partial_name
-    partial.unlink(missing_ok=True)
+    _clear(partial)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
         file.write(content)
@@ -226,10 +289,11 @@ def read_secret(path: Path) -> bytes:
         ConfigError: if the file is someone else's, open to others, or no plain file.
         StoreError: if it is missing or no secret.
     """
+    tighten(path)
     file = path / SECRET_FILE
     anew = "put back the one that the store, or the archive, is of, or use another path: none finds its blocks but that"
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(file, _LOOK)
     except FileNotFoundError as error:
         msg = f"{file} is missing, the secret that hashes are made under: {anew}"
         raise StoreError(msg) from error
@@ -300,7 +364,8 @@ def _difference(found: str, expected: str) -> str:
 
 def try_lock(path: Path) -> int | None:
     """Become the owner: return a descriptor that holds the lock, or None if another process does."""
-    fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path / LOCK_FILE, flags, 0o600)
     try:
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -322,7 +387,7 @@ def try_lock(path: Path) -> int | None:
 def owner_pid(path: Path) -> int | None:
     """Return the process that owns the store now, None if nobody does."""
     try:
-        fd = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path / LOCK_FILE, _LOOK)
     except OSError:
         return None
     try:
@@ -337,10 +402,7 @@ def owner_pid(path: Path) -> int | None:
 
 def busy(path: Path) -> StoreBusy:
     """Return the error that names the owner."""
-    try:
-        pid = (path / LOCK_FILE).read_text(encoding="utf-8").strip() or "unknown"
-    except OSError:
-        pid = "unknown"
+    pid = owner_pid(path) or "unknown"
     msg = f"{path} is owned by process {pid}; open it with role='reader' or stop that process"
     return StoreBusy(msg)
 
@@ -385,14 +447,15 @@ def _is_aside(path: Path, name: str) -> bool:
 def file_system(path: Path) -> str:
     """Return the type of the file system that ``path`` is on, empty where that is unknown."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return ""
     best, kind = "", ""
     resolved = str(path.resolve())
-    for line in mounts:
-        fields = line.split()
-        point = fields[4].replace("\\040", " ")
+    for line in filter(None, mounts):
+        # Names are bytes, of any encoding and with white space of every kind but these.
+        fields = [os.fsdecode(field) for field in line.split(b" ")]
+        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), fields[4])
         inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]
@@ -415,10 +478,16 @@ def sweep(path: Path) -> None:
 
     Only the owner may: the copy is its own.
     """
-    folder = path / _COPY_FOLDER
-    if folder.is_symlink():
-        folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+    _clear(path / _COPY_FOLDER)
+
+
+def _clear(place: Path) -> None:
+    """Remove what is at a place that is the owner's alone, whatever it is; follow no link."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISDIR(place.lstat().st_mode):
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            place.unlink()
 
 
 def open_map_lock(path: Path) -> int:
@@ -452,6 +521,10 @@ def let_in(map_lock: int, *, is_open: bool) -> None:
 
 
 def exchange(path: Path, folder: Path) -> None:
-    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less."""
+    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less.
+
+    LMDB makes a copy as the user's umask has it.
+    """
+    (folder / DATA_FILE).chmod(0o600)
     (folder / DATA_FILE).replace(path / DATA_FILE)
     _sync(path)

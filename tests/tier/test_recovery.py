@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -83,16 +84,105 @@ def test_the_type_is_that_of_the_nearest_mount(
         f"2 1 0:2 / {tmp_path}/with\\040space rw,relatime shared:1 master:2 - fuse.sshfs host:/ rw\n"
         f"3 2 0:3 / {tmp_path}/with\\040space/in rw - tmpfs tmpfs rw\n"
     )
-    real = Path.read_text
-
-    def read(self: Path, **options: Any) -> str:
-        return mounts if str(self) == "/proc/self/mountinfo" else real(self, **options)
-
-    monkeypatch.setattr(Path, "read_text", read)
+    mounted(monkeypatch, mounts.encode())
     assert directory.file_system(tmp_path / "with space") == "fuse.sshfs"
     assert directory.file_system(tmp_path / "with space" / "new" / "deep") == "fuse.sshfs"
     assert directory.file_system(tmp_path / "with space" / "in" / "s") == "tmpfs"
     assert directory.file_system(tmp_path / "with") == "ext4"
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch, mounts: bytes) -> None:
+    real = Path.read_bytes
+
+    def read(self: Path) -> bytes:
+        return mounts if str(self) == "/proc/self/mountinfo" else real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+
+
+def test_a_mount_point_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.fsencode(tmp_path)
+    mounted(
+        monkeypatch,
+        b"1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        b"2 1 0:2 / /media/caf\xe9 rw - vfat /dev/b rw\n"
+        b"3 1 0:2 / /media/a\rb\x0bc\x85 rw - vfat /dev/b rw\n"
+        b"4 1 0:2 / " + here + b"/caf\xe9 rw - tmpfs none rw\n"
+        b"5 1 0:2 / " + here + b"/a\\040b\\011c\\012d\\134040 rw - xfs none rw\n",
+    )
+    assert directory.file_system(tmp_path) == "ext4"
+    assert directory.file_system(tmp_path / os.fsdecode(b"caf\xe9") / "s") == "tmpfs"
+    assert directory.file_system(tmp_path / "a b\tc\nd\\040" / "s") == "xfs"
+    fill(tmp_path / "s")
+
+
+# ---- who may touch a store --------------------------------------------------------------------------
+
+
+def as_kubernetes_gives_it(path: Path) -> None:
+    """What a mount with ``fsGroup`` does to a volume. Source: SetVolumeOwnership of Kubernetes."""
+    for item in (path, *path.rglob("*")):
+        os.chown(item, -1, 4242 if not os.geteuid() else os.getegid())
+        mode = stat.S_IMODE(item.stat().st_mode)
+        item.chmod(mode | (0o2770 if item.is_dir() else 0o660))
+
+
+@pytest.mark.parametrize("secret", [False, True])
+@pytest.mark.parametrize("role", ["auto", "owner", "reader"])
+def test_a_store_that_was_given_to_a_group_is_taken_back_and_used(
+    role: Any, secret: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    with open_cache(path, secret=secret) as cache:
+        cache.store(TOKENS, entries_of(DENSE, TOKENS))
+    for mount in range(3):
+        as_kubernetes_gives_it(path)
+        with open_cache(path, secret=secret, role=role) as cache:
+            assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
+        if role == "reader" and not secret:
+            continue  # which has no say in it
+        assert path.stat().st_mode & 0o077 == 0
+        assert [item.name for item in path.iterdir() if item.stat().st_mode & 0o077] == []
+        assert sum("it is private again" in line for line in caplog.messages) == mount + 1
+
+
+def test_an_empty_directory_of_a_group_becomes_a_private_store(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.mkdir()
+    path.chmod(0o2770)
+    fill(path)
+    assert stat.S_IMODE(path.stat().st_mode) & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o1770])
+def test_a_directory_for_everybody_is_left_as_it_is(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "tmp"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"mode {mode:04o}\), expected .*; run chmod 700"):
+        open_cache(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert list(path.iterdir()) == []
+
+
+def test_what_is_no_store_is_never_made_private(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos").chmod(0o775)
+    (tmp_path / "photos" / "one").touch()
+    with pytest.raises(StoreError, match="is not a kvstore store"):
+        open_cache(tmp_path / "photos")
+    assert stat.S_IMODE((tmp_path / "photos").stat().st_mode) == 0o775
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "owner.lock", "VERSION"])
+def test_a_file_of_somebody_else_in_our_store_is_refused_with_the_cure(
+    name: str, tmp_path: Path
+) -> None:
+    fill(tmp_path / "s")
+    os.chown(tmp_path / "s" / name, 4242, -1)
+    with pytest.raises(ConfigError, match=rf"{name} belongs to user id 4242, expected 0.*chown 0"):
+        open_cache(tmp_path / "s")
 
 
 def test_another_users_directory_is_refused(
@@ -101,7 +191,8 @@ def test_another_users_directory_is_refused(
     fill(tmp_path / "s")
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(ConfigError, match=rf"belongs to user id {mine}, expected {mine + 1}"):
+    cure = rf"belongs to user id {mine}, expected {mine + 1}, .*run chown -R {mine + 1} on it"
+    with pytest.raises(ConfigError, match=cure):
         open_cache(tmp_path / "s")
 
 
