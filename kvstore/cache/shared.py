@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
+from kvstore.cache import generations
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
@@ -114,17 +115,10 @@ class SharedTiers(OpenStore):
             known = self._generations.get(line)
         if known is None or not self.is_owner:  # a reader's owner may have begun a newer one
             try:
-                text = self.ssd.fact(f"generation:{line}") or b"0"
+                known = generations.recorded(self.ssd, line)
             except MEDIUM_ERRORS as error:
                 msg = f"the generation recorded in {self.ssd.path} cannot be read: {error}"
                 raise StoreError(msg) from error
-            if not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
-                msg = (
-                    f"the generation recorded in {self.ssd.path} is {text[:40]!r}, expected an integer "
-                    "in [0, 2**64); use another path or remove the directory"
-                )
-                raise StoreError(msg)
-            known = int(text)
         with self.context.lock:
             known = max(known, self._generations.get(line, 0))
             if known:  # most lines never begin another one, and there is a line for every salt
@@ -139,11 +133,18 @@ class SharedTiers(OpenStore):
         """Record a generation, so that a restart does not go back to old weights.
 
         Raises:
+            ConfigError: if it is too large to be.
             StoreError: if it cannot be recorded; then the old one stays in force.
         """
         ssd = self.owner("bumps the generation").ssd
+        if generation > generations.LAST_GENERATION:
+            msg = (
+                f"the namespace's generation is {generation - 1}, and no later one is recorded than "
+                f"{generations.LAST_GENERATION}: name the new weights in its weights field"
+            )
+            raise ConfigError(msg)
         try:
-            ssd.set_fact(f"generation:{line}", str(generation).encode())
+            generations.record(ssd, {line: generation})
         except MEDIUM_ERRORS as error:
             msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
             raise StoreError(msg) from error

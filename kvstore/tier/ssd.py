@@ -211,6 +211,8 @@ class SsdTier:
         self.usage: Counter[int] = Counter()
         """Bytes that the frames of each namespace take: what changes is counted with its commit,
         from what the owner found in the records."""
+        self.emptied: set[int] = set()
+        """Namespaces whose last record went since somebody took this note."""
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
         self._scratch = threading.local()
@@ -461,8 +463,13 @@ class SsdTier:
 
     # ---- writing (owner) -----------------------------------------------------------------------
 
-    def put(self, puts: Sequence[Put], uses: Mapping[BlockKey, int] | None = None) -> None:
-        """Write blocks, and new sequences of used ones, in one durable transaction.
+    def put(
+        self,
+        puts: Sequence[Put],
+        uses: Mapping[BlockKey, int] | None = None,
+        facts: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write blocks, new sequences of used ones, and facts, in one durable transaction.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
@@ -471,6 +478,8 @@ class SsdTier:
         with self._changing(buffers=True) as txn:
             for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
+            for name, value in (facts or {}).items():
+                txn.put(name.encode(), value, db=self._sys)
             for item in puts:
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
                 value = txn.get(item.key, db=self._pay)
@@ -481,7 +490,16 @@ class SsdTier:
                     txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
         self.usage.update(usage_of(item.record for item in puts))
-        self.usage.subtract(usage_of(replaced))
+        self._uncount(replaced)
+
+    def _uncount(self, gone: Iterable[Record]) -> None:
+        """Take records that went out of the usage."""
+        less = usage_of(gone)
+        self.usage.subtract(less)
+        for number in less:
+            if self.usage[number] <= 0:
+                del self.usage[number]
+                self.emptied.add(number)
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
@@ -526,7 +544,7 @@ class SsdTier:
                 if data is not None:
                     gone += self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
-        self.usage.subtract(usage_of(gone))
+        self._uncount(gone)
 
     def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> list[Record]:
         """Delete the row of ``age`` that belongs to a stored record; return that if it is one."""
@@ -767,11 +785,14 @@ class SsdTier:
         """Store a small named value durably."""
         self.set_facts({name: value})
 
-    def set_facts(self, values: Mapping[str, bytes]) -> None:
-        """Store small named values durably, all or none."""
+    def set_facts(self, values: Mapping[str, bytes | None]) -> None:
+        """Store small named values durably, all or none; those that are None are removed."""
         with self._changing() as txn:
             for name, value in values.items():
-                txn.put(name.encode(), value, db=self._sys)
+                if value is None:
+                    txn.delete(name.encode(), db=self._sys)
+                else:
+                    txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
 
