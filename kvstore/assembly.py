@@ -97,7 +97,7 @@ class PrefixCache(Scope):
         ``kvstore.policy.protocol.Policy`` that no other store has. What it knew beyond the order of use
         is gone after a restart. One that raises, or names nothing that may go, is replaced by LRU until
         the store is reopened: counted as ``policy_errors``, logged once, and an alarm in ``stats``.
-        ``preallocate`` takes the disk space now. ``debug`` poisons window rows when they are freed.
+        ``preallocate`` takes the disk space now, all of it or none. ``debug`` poisons window rows when they are freed.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.

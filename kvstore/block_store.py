@@ -56,7 +56,7 @@ class BlockStore:
 
         ``ssd_bytes`` is the hard cap of the file, in bytes or as text such as ``"4GiB"``.
         ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
-        the disk space now. ``on_removed`` is called with the ``block_id`` of each block that the
+        the disk space now, all of it or none. ``on_removed`` is called with the ``block_id`` of each block that the
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
         ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
         rate; 0 does not. ``secret`` hashes keys under a random secret, in a file of the store's

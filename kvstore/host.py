@@ -9,13 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+def is_tensor(array: object) -> bool:
+    """Tell a torch tensor without importing torch.
+
+    There is none before torch has its class, which comes late in an import that another thread is at.
+    """
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    return isinstance(kind, type) and isinstance(array, kind)
+
+
 def on_host(array: Any) -> NDArray[Any] | None:
     """Return a NumPy array or a torch tensor as a host array, None for anything else.
 
     Cost: none for what is on the host already, one copy for a tensor of another device.
     """
-    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
-    if torch is not None and isinstance(array, torch.Tensor):
+    if is_tensor(array):
         array = array.detach().cpu().numpy()
     return array if isinstance(array, np.ndarray) else None
 
@@ -27,10 +35,9 @@ def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
     """
     if isinstance(buffer, bytes | bytearray | memoryview):
         return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
+    if is_tensor(buffer):
         flat = buffer.detach().cpu().contiguous().reshape(-1)
-        return np.asarray(flat.view(torch.uint8).numpy())
+        return np.asarray(flat.view(sys.modules["torch"].uint8).numpy())
     if not isinstance(buffer, np.ndarray) or buffer.dtype.hasobject:
         return None
     return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
@@ -38,8 +45,7 @@ def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
 
 def writable_bytes(buffer: Any) -> NDArray[np.uint8] | None:
     """Return the bytes of a contiguous, writable buffer on the host in place, None for others."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
+    if is_tensor(buffer):
         is_plain = buffer.device.type == "cpu" and buffer.is_contiguous()
         return host_bytes(buffer) if is_plain else None
     if isinstance(buffer, np.ndarray):

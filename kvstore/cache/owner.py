@@ -24,7 +24,7 @@ from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.tier.records import Record, Records
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, is_map_full, usage_in
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, usage_in
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class OwnedSsd:
         self._failures = 0
         self._is_crowded = False
         """Whether the last commit found no room though blocks were evicted for it: a reader that is
-        stuck keeps their pages, and evicting more would only empty the store."""
+        stuck keeps their pages, or others fill the disk, and evicting more would only empty the store."""
         self.is_read_only = False
         records = ssd.records()
         ssd.usage = usage_in(records)
@@ -534,7 +534,7 @@ class OwnedSsd:
                 if may_help and self.ssd.lacks_room(error, len(puts)):
                     self._evict(max(RETRY_EVICTION_BLOCKS, len(puts) if attempt else 0))
                     continue
-                self._is_crowded = is_map_full(error)
+                self._is_crowded = self.ssd.lacks_room(error, len(puts))
                 self._note_write_error(error)
                 self._context.count_drop("write_error", len(puts))
                 return False
@@ -602,11 +602,10 @@ class OwnedSsd:
 
     def _note_write_error(self, error: BaseException) -> None:
         metrics, path = self._context.metrics, self.ssd.path
+        passes = self.ssd.lacks_room(error, 1)  # the doing of a reader, or of who fills the disk
         with self._context.lock:
             metrics.write_errors += 1
-            self._failures += not is_map_full(
-                error
-            )  # which is the doing of a reader, not of a disk
+            self._failures += not passes
             metrics.say_once("write", "a write to %s failed: %s", path, error)
             if self._failures >= WRITE_ERRORS_TO_READ_ONLY and not self.is_read_only:
                 self.is_read_only = True
@@ -694,11 +693,11 @@ class OwnedSsd:
             raise StoreError(msg) from error
 
     def _write_uses(self, uses: Mapping[BlockKey, int]) -> None:
-        """Write recency down, or with a later commit where the map is full: no block depends on it."""
+        """Write recency down, or with a later commit where there is no room: no block depends on it."""
         try:
             self.ssd.put([], uses)
         except MEDIUM_ERRORS as error:
-            if not is_map_full(error):
+            if not self.ssd.lacks_room(error, 1):
                 raise
             with self._context.lock:
                 self._uses = {**uses, **self._uses}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -74,6 +75,7 @@ class SharedTiers(OpenStore):
         self._why_lru = ""
         """Why another policy than the given one orders eviction, if one does."""
         self._open_device = open_device
+        self._making_pages = threading.Lock()
         self._leases: deque[Hold] = deque()
         self._by_request: dict[RequestKey, Match] = {}
         super().__init__(
@@ -466,10 +468,11 @@ class SharedTiers(OpenStore):
         return self._device_pages().tier
 
     def _device_pages(self) -> DevicePages:
-        with self.context.lock:
-            if self.pages is None:
-                self.pages = DevicePages(self.context, self._open_device())
-            return self.pages
+        if self.pages is None:
+            with self._making_pages:  # not the lock: importing torch takes seconds
+                if self.pages is None:
+                    self.pages = DevicePages(self.context, self._open_device())
+        return self.pages
 
     def hold_blocks(self, match: Match) -> Hold:
         """Pin what a match found, apart from its own lease or pin."""

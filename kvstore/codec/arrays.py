@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore import host
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,7 @@ class HostView:
 
 def is_tensor(array: object) -> TypeIs[torch.Tensor]:
     """Tell a torch tensor without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
+    return host.is_tensor(array)
 
 
 def is_remote(array: object) -> TypeIs[torch.Tensor]:

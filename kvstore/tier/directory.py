@@ -452,6 +452,10 @@ def let_in(map_lock: int, *, is_open: bool) -> None:
 
 
 def exchange(path: Path, folder: Path) -> None:
-    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less."""
+    """Put the data file in ``folder`` in place of the store's own: the old one or the new, never less.
+
+    LMDB makes a copy as the user's umask has it.
+    """
+    (folder / DATA_FILE).chmod(0o600)
     (folder / DATA_FILE).replace(path / DATA_FILE)
     _sync(path)

@@ -16,6 +16,7 @@ import ctypes
 import errno
 import logging
 import os
+import resource
 import struct
 import threading
 import time
@@ -557,16 +558,31 @@ class SsdTier:
     def lacks_room(self, error: BaseException, blocks: int) -> bool:
         """Say whether a write of ``blocks`` blocks failed for want of space.
 
-        A write that a full disk cuts short reaches LMDB as an input/output error, so the file
-        system is asked.
+        A write that is cut short for that reaches LMDB as an input/output error, so the file system
+        is asked for as much.
         """
-        if is_full(error):
+        code = _code_of(error)
+        if code in _NO_ROOM or is_map_full(error):
             return True
-        with suppress(OSError):
-            facts = os.statvfs(self.path)
-            wanted = (blocks + 1) * (self.block_bytes + _TREE_PAGES_PER_BLOCK * PAGE_BYTES)
-            return facts.f_bavail * facts.f_frsize < wanted
-        return False
+        wanted = (blocks + 1) * (self.block_bytes + _TREE_PAGES_PER_BLOCK * PAGE_BYTES)
+        return code == errno.EIO and not self._can_grow(wanted)
+
+    def _can_grow(self, wanted: int) -> bool:
+        """Say whether the file system gives the file ``wanted`` bytes more; what it gives stays.
+
+        Only an allocation knows quotas. It ends where the cap does, and leaves what is used as it is.
+        """
+        try:
+            with self._writing:  # where the system knows no allocation it is made of writes
+                first = self.file_bytes
+                wanted = min(wanted, self.capacity_bytes - first)
+                if wanted > 0:
+                    allocate(self.path / directory.DATA_FILE, first, wanted)
+        except lmdb.Error:
+            return True
+        except OSError as error:
+            return error.errno not in _NO_ROOM
+        return True
 
     def sync(self) -> None:
         """Make every commit so far survive power loss."""
@@ -903,9 +919,35 @@ def is_map_full(error: BaseException) -> bool:
     return isinstance(error, lmdb.MapFullError)
 
 
-def is_full(error: BaseException) -> bool:
-    """Say whether evicting a little and trying again may help."""
-    return is_map_full(error) or "No space left" in str(error)
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Codes of a full disk, a full quota and a file at its largest size."""
+_NOT_KNOWN = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+"""Codes of a file system that takes no space ahead. Source: posix_fallocate(3)."""
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the code of the system that an error stands for, 0 for none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if isinstance(error, lmdb.DiskError):
+        return errno.ENOSPC
+    return int(getattr(error, "code", 0))
+
+
+def allocate(file: Path, first: int, size: int) -> None:
+    """Take disk space for bytes ``[first, first + size)`` of a file, without changing any.
+
+    Raises:
+        OSError: if it is not given all; a part may be taken then.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # not looked at below the file's length
+    if most != resource.RLIM_INFINITY and first + size > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.posix_fallocate(fd, first, size)
+    finally:
+        os.close(fd)
 
 
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
@@ -1012,6 +1054,7 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
 def _open_owner(path: Path, options: SsdOptions, lock: int) -> tuple[SsdTier, Path | None]:
     try:
         directory.sweep(path)
+        _require_room(path, options)
         directory.claim_format(path, options.format_text)
         tier, problem = _try_open(path, options, lock)
         if tier is not None:
@@ -1066,7 +1109,7 @@ def _try_open(
         if tier.fact("capacity") != str(options.capacity_bytes).encode():
             tier.set_fact("capacity", str(options.capacity_bytes).encode())
         if options.preallocate:
-            _preallocate(path, options.capacity_bytes)
+            _preallocate(path, options, tier.file_bytes)
         is_good = True
     except DAMAGE as error:
         return None, str(error)
@@ -1144,11 +1187,46 @@ def _is_clean(env: lmdb.Environment) -> bool:
         return bool(txn.get(b"clean", db=db) == b"1")
 
 
-def _preallocate(path: Path, size: int) -> None:
-    """Take the disk space now, so that a full disk shows at start-up; skip where unsupported."""
-    with suppress(OSError):
-        fd = os.open(path / directory.DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        finally:
-            os.close(fd)
+def _require_room(path: Path, options: SsdOptions) -> None:
+    """Raise ``StoreError`` if the disk has no room for what ``preallocate`` is to take."""
+    if not options.preallocate:
+        return
+    taken = 0
+    with suppress(FileNotFoundError):
+        taken = (path / directory.DATA_FILE).stat().st_blocks * 512  # the unit of stat(2)
+    facts = os.statvfs(path)
+    wanted, free = options.capacity_bytes - taken, facts.f_bavail * facts.f_frsize
+    if wanted > free:
+        raise StoreError(_too_large(path, options, f"{wanted} bytes more, found {free} free"))
+
+
+def _too_large(path: Path, options: SsdOptions, what: str) -> str:
+    return (
+        f"preallocate: {path / directory.DATA_FILE} is to take the {options.capacity_bytes} bytes of "
+        f"ssd_bytes, {what}; nothing was taken: free as much, give less ssd_bytes, or open it without"
+    )
+
+
+def _preallocate(path: Path, options: SsdOptions, used: int) -> None:
+    """Take the disk space now, all of it or none, so that a full disk shows at start-up.
+
+    ``used`` bytes of the file hold pages. Skipped where the system knows no allocation.
+
+    Raises:
+        StoreError: if a quota or a limit that the free space does not show is in the way.
+        OSError: if the medium fails.
+    """
+    file = path / directory.DATA_FILE
+    try:
+        allocate(file, used, max(1, options.capacity_bytes - used))
+        allocate(file, 0, options.capacity_bytes)  # the holes among the pages too
+    except OSError as error:
+        os.truncate(file, used)
+        if error.errno in _NOT_KNOWN:
+            logger.warning("preallocate: %s cannot be given its space now: %s", file, error)
+        elif error.errno in _NO_ROOM:
+            raise StoreError(
+                _too_large(path, options, f"which the system refused: {error.strerror}")
+            ) from error
+        else:
+            raise

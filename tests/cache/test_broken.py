@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 
 from kvstore import (
+    BlockStore,
     ConfigError,
     ImageSpan,
     KVStoreError,
@@ -32,6 +35,7 @@ from kvstore import (
 )
 from kvstore.block import KEY_BYTES
 from kvstore.cache.scope import Scope
+from kvstore.host import is_tensor
 from kvstore.tier import directory
 from kvstore.tier import ssd as ssd_module
 from kvstore.transfer import Writer
@@ -949,9 +953,10 @@ def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
     """LMDB reports a write that a full disk cuts short as an input/output error."""
     with open_cache(tmp_path / "s") as cache:
         kept(cache, 90 * BLOCK)
-        errors = [lmdb.Error("mdb_txn_commit: Input/output error") for _ in range(failures)]
+        short = lmdb.Error("mdb_txn_commit: Input/output error")
+        short.code = errno.EIO
+        errors = [short] * failures
         put, delete = cache._shared.ssd.put, cache._shared.ssd._delete
-        facts = os.statvfs(tmp_path)
 
         def full_put(*args: Any) -> None:
             if errors:
@@ -960,16 +965,57 @@ def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
 
         def full_delete(keys: Any) -> None:
             if len(keys) > 1:
-                raise lmdb.Error("mdb_txn_commit: Input/output error")
+                raise short
             delete(keys)
 
-        class Full:
-            f_bavail, f_frsize = 0, facts.f_frsize
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(os, "statvfs", lambda _path: Full)
+        monkeypatch.setattr(os, "posix_fallocate", full)
         monkeypatch.setattr(cache._shared.ssd, "put", full_put)
         monkeypatch.setattr(cache._shared.ssd, "_delete", full_delete)
         tokens = kept(cache, seed=1)
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
         assert cache.stats()["counters"]["write_errors"] == 0
         assert cache.stats()["counters"]["evicted_blocks"]["ssd"] >= 16
+
+
+def test_an_import_of_torch_in_another_thread_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module is in the table of modules before its classes are in it."""
+    tokens = tokens_of(4 * BLOCK + 1)
+    block = np.arange(64, dtype=np.uint8)
+    with (
+        open_cache(tmp_path / "s") as cache,
+        BlockStore.open(tmp_path / "b", block_bytes=64, ssd_bytes="8MiB") as keyed,
+    ):
+        for half in (types.ModuleType("torch"), types.SimpleNamespace(Tensor=None), None):
+            monkeypatch.setitem(sys.modules, "torch", half)
+            cache.store(tokens, entries_of(DENSE, tokens))
+            cache.flush()
+            with cache.lookup(tokens) as match:
+                assert_entries(DENSE, cache.read(match), tokens, 4 * BLOCK)
+            assert keyed.put(["a"], [block]) == [True]
+            keyed.flush()
+            target = np.zeros(64, np.uint8)
+            assert keyed.get(["a"], [target]) == [True]
+            np.testing.assert_array_equal(target, block)
+            assert not is_tensor(block)
+
+
+def test_pages_are_made_without_the_lock_that_lookups_take(tmp_path: Path) -> None:
+    """Making them imports torch, which takes seconds."""
+    with open_cache(tmp_path / "s") as cache:
+        tokens, shared = kept(cache), cache._shared
+        real, found = shared._open_device, []
+
+        def make() -> Any:
+            other = threading.Thread(target=lambda: found.append(cache.probe(tokens).hit_tokens))
+            other.start()
+            other.join(30)
+            return real()
+
+        shared._open_device = make
+        assert cache.device.page_count
+        assert found == [4 * BLOCK]

@@ -18,7 +18,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvstore import ConfigError, LayoutMismatch, StoreError
+from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreError, upkeep
 from kvstore.frame import FrameFormat
 from kvstore.tier.ssd import SsdTier
 from tests.stores import (
@@ -256,6 +256,21 @@ def test_files_are_private(tmp_path: Path) -> None:
     )
 
 
+def test_files_are_private_whatever_the_umask_and_after_compacting(tmp_path: Path) -> None:
+    path, mask = tmp_path / "s", os.umask(0)
+    try:
+        fill(path)
+        upkeep.compact(path)
+        with BlockStore.open(tmp_path / "b", block_bytes=64, ssd_bytes="8MiB", secret=True):
+            pass
+        found = {item: item.stat().st_mode & 0o777 for item in tmp_path.rglob("*")}
+    finally:
+        os.umask(mask)
+    folders = (path, tmp_path / "b")
+    assert {found[folder] for folder in folders} == {0o700}
+    assert {mode for item, mode in found.items() if item not in folders} == {0o600}
+
+
 def test_a_missing_parent_record_is_found_at_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -388,7 +403,7 @@ def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: P
 
 
 def _raise(*args: Any) -> None:
-    raise lmdb.DiskError("I/O error")
+    raise lmdb.Error("I/O error")
 
 
 _KILLED = """
@@ -502,12 +517,12 @@ class Watched:
     def refused(self, options: dict[str, Any]) -> Iterator[Any]:
         with self.real.begin(**options) as txn:
             yield txn
-            raise lmdb.DiskError("mdb_txn_commit: Input/output error")
+            raise lmdb.Error("mdb_txn_commit: Input/output error")
 
     def sync(self, force: bool) -> None:
         self.failing -= 1
         if self.failing >= 0:
-            raise lmdb.DiskError("mdb_env_sync: Input/output error")
+            raise lmdb.Error("mdb_env_sync: Input/output error")
         self.done.append("sync")
         self.real.sync(force)
 
