@@ -36,6 +36,8 @@ from kvstore.tier.ssd import (
     minimum_capacity,
     open_ssd,
     pages_of,
+    passes,
+    remedy,
     usage_of,
 )
 
@@ -107,7 +109,7 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     try:
         yield OpenedStore(ssd, form, frame_format, secret)
     except MEDIUM_ERRORS as error:
-        msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
+        msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
         raise StoreError(msg) from error
     finally:
         ssd.close()
@@ -345,7 +347,9 @@ def _fault(
     """
     try:
         data = store.ssd.frame(key)
-    except MEDIUM_ERRORS:
+    except MEDIUM_ERRORS as error:
+        if passes(error):
+            raise
         return "io"
     if data is None:
         return "missing"

@@ -38,7 +38,7 @@ from kvstore.opening import StoreFormat, format_text, resolved, secret_of
 from kvstore.policy.lru import Lru
 from kvstore.sizes import size_bytes
 from kvstore.tier.records import Record
-from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
+from kvstore.tier.ssd import BUSY, COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
 from kvstore.transfer import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1
@@ -273,6 +273,9 @@ def _read(
 
         result = store.ssd.read(keys[first:], take)
         done += result.count
+        if result.fault == BUSY:
+            msg = f"the store at {store.ssd.path} cannot be read just now; nothing was exported: try again"
+            raise StoreError(msg)
         if result.fault is not None:
             faults[keys[done]] = result.fault
             done += 1

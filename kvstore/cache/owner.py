@@ -7,6 +7,7 @@ delete, so at no time does it name a block that is not there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
 from kvstore.tier.records import Record, Records
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, usage_in
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ QUOTA_SLACK = 0.04
 """Share of a quota that is freed beyond what must go: as far as the tier's watermarks lie apart."""
 WRITE_ERRORS_TO_READ_ONLY = 3
 """Failed writes in a row after which writing stops. docs/decisions/0009."""
+RETRY_SECONDS = 30.0
+"""How long it stops, unless the file is damaged: then until the store is reopened. A disk that fails
+for good then costs the framing of one commit in that time; as long as a lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +147,8 @@ class OwnedSsd:
         self._is_crowded = False
         """Whether the last commit found no room though blocks were evicted for it: a reader that is
         stuck keeps their pages, or others fill the disk, and evicting more would only empty the store."""
-        self.is_read_only = False
+        self._resumes = -math.inf
+        """When writing is tried again after failures, by the context's clock; infinity for never."""
         records = ssd.records()
         ssd.usage = usage_in(records)
         self.namespaces = Namespaces(context, ssd)
@@ -540,6 +545,9 @@ class OwnedSsd:
                 return False
             break
         self._failures, self._is_crowded = 0, False
+        if self._resumes > -math.inf:
+            self._resumes = -math.inf
+            logger.warning("writes to %s work again: blocks are stored", self.ssd.path)
         self.namespaces.note_named(spaces)
         written = {put.key for put in puts}
         with self._context.lock:  # not before: a block whose put fails is still to be deleted
@@ -601,18 +609,31 @@ class OwnedSsd:
             self._delete(orphans)
 
     def _note_write_error(self, error: BaseException) -> None:
-        metrics, path = self._context.metrics, self.ssd.path
-        passes = self.ssd.lacks_room(error, 1)  # the doing of a reader, or of who fills the disk
+        metrics, path, now = self._context.metrics, self.ssd.path, self._context.clock()
+        # The doing of others: of a reader, of who fills the disk, of who has all slots or descriptors.
+        is_of_others = passes(error) or self.ssd.lacks_room(error, 1)
         with self._context.lock:
             metrics.write_errors += 1
-            self._failures += not passes
+            self._failures += not is_of_others
             metrics.say_once("write", "a write to %s failed: %s", path, error)
-            if self._failures >= WRITE_ERRORS_TO_READ_ONLY and not self.is_read_only:
-                self.is_read_only = True
-                message = (
-                    "%d writes to %s failed in a row (%s): nothing is stored until it is reopened"
-                )
-                logger.error(message, self._failures, path, error)
+            if is_of_others or self._failures < WRITE_ERRORS_TO_READ_ONLY or now < self._resumes:
+                return
+            was_stopped = self._resumes > -math.inf
+            self._resumes = now + RETRY_SECONDS if self.ssd.may_recover(error) else math.inf
+            if not was_stopped:
+                message = "%d writes to %s failed in a row (%s): nothing is stored until %s"
+                logger.error(message, self._failures, path, error, self._until)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether writing has stopped, after failures of the medium."""
+        return self._context.clock() < self._resumes
+
+    @property
+    def _until(self) -> str:
+        if self._resumes == math.inf:
+            return "it is reopened"
+        return f"it is tried again, every {RETRY_SECONDS:.0f} s"
 
     # ---- maintenance ---------------------------------------------------------------------------
 
@@ -718,9 +739,7 @@ class OwnedSsd:
         """Sentences about what an operator should look at."""
         found = []
         if self.is_read_only:
-            found.append(
-                f"writes to {self.ssd.path} failed: nothing is stored until it is reopened"
-            )
+            found.append(f"writes to {self.ssd.path} failed: nothing is stored until {self._until}")
         if self._writer.failure is not None:
             found.append(f"the writer failed: {self._writer.failure!r}")
         return found

@@ -30,7 +30,7 @@ from kvstore.policy.guarded import Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy
 from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd import BUSY, MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ class SharedTiers(OpenStore):
     def _reader_run(self, path: bytes) -> int:
         try:
             return self.ssd.leading_run(path, self.context.wall_clock())
-        except MEDIUM_ERRORS:
-            self.metrics.corrupt_blocks["io"] += 1
+        except MEDIUM_ERRORS as error:
+            self.note_failed_look(error)
             return 0
 
     def _longest_with_window(self, prefix: Prefix, hit: int) -> int:
@@ -453,6 +453,9 @@ class SharedTiers(OpenStore):
 
     def _discard(self, prefix: Prefix, number: int, fault: str) -> None:
         """Count a bad block and, as the owner, remove it and all that hangs on it."""
+        if fault == BUSY:
+            self.context.count_passing(self.ssd.path)
+            return
         with self.context.lock:
             self.metrics.corrupt_blocks[fault] += 1
             message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -147,7 +148,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(names(cache)) == 1
         assert hit(cache, pinned) == cache.stats()["tiers"]["ssd"]["blocks"]
         before = in_memory(cache)
-        owned(cache).is_read_only = True
+        owned(cache)._resumes = math.inf
         for number in range(300, 400):
             put(cache.scope(tenant(number)), number + 1)
         assert in_memory(cache) == before
