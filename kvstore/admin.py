@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,8 @@ from kvstore.tier.ssd import (
     minimum_capacity,
     open_ssd,
     pages_of,
+    passes,
+    remedy,
     usage_of,
 )
 
@@ -107,7 +109,7 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     try:
         yield OpenedStore(ssd, form, frame_format, secret)
     except MEDIUM_ERRORS as error:
-        msg = f"the store at {path} cannot be read: {error}; its owner repairs it at its next open"
+        msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
         raise StoreError(msg) from error
     finally:
         ssd.close()
@@ -168,6 +170,7 @@ def store_stats(path: Path) -> dict[str, Any]:
     """Return sizes and counts of a store as plain JSON values."""
     with opened(path) as store:
         ssd, block_tokens = store.ssd, store.frame_format.block_tokens
+        facts = namespace_facts(ssd)
         records, packing = [record for _, record in ssd.records()], Metrics()
         for record in records:
             packing.note_form(
@@ -193,14 +196,21 @@ def store_stats(path: Path) -> dict[str, Any]:
             "block_errors": histogram(packing.block_errors),
             "bytes_per_token": float(store.form.layout.bytes_per_token),
             "ssd_bytes_per_token": live / tokens if tokens else None,
-            "namespaces": _namespaces(store, records),
+            "namespaces": _namespaces(store, records, facts),
         }
 
 
-def _namespaces(store: OpenedStore, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return each namespace that is named or has blocks: who it is, and what it holds and may hold."""
-    facts, usage = namespace_facts(store.ssd), usage_of(records)
+def _namespaces(
+    store: OpenedStore, records: Sequence[Record], before: Mapping[int, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return each namespace that is named or has blocks: who it is, and what it holds and may hold.
+
+    ``before`` are those that were named before ``records`` were read: an owner may have evicted the
+    last of their blocks, and their names, since.
+    """
     blocks = Counter(record.namespace_id for record in records)
+    facts, usage = namespace_facts(store.ssd), usage_of(records)
+    facts = {**{n: dict(before[n]) for n in blocks.keys() & before.keys()}, **facts}
     return [
         {
             "model": "?",
@@ -224,6 +234,7 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         ValueError: if it names none or several.
     """
     with opened(path) as store:
+        facts = namespace_facts(store.ssd)
         records = dict(store.ssd.records())
         key = _find(store.ssd.path, records, prefix)
         record = records[key]
@@ -243,7 +254,7 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         header = (
             None if frame is None else store.frame_format.form_of(frame).header(memoryview(frame))
         )
-        spaces = _namespaces(store, list(records.values()))
+        spaces = _namespaces(store, list(records.values()), facts)
         return {
             "key": key.hex(),
             "number": record.number,
@@ -336,7 +347,9 @@ def _fault(
     """
     try:
         data = store.ssd.frame(key)
-    except MEDIUM_ERRORS:
+    except MEDIUM_ERRORS as error:
+        if passes(error):
+            raise
         return "io"
     if data is None:
         return "missing"

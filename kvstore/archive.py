@@ -22,6 +22,8 @@ import zstandard
 
 from kvstore import admin
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
+from kvstore.cache import generations
+from kvstore.cache.generations import LAST_GENERATION
 from kvstore.cache.integrity import frame_fault, stored_fault
 from kvstore.cache.keys import KEYS_NAMESPACE, keys_root
 from kvstore.cache.namespaces import namespace_facts
@@ -37,7 +39,7 @@ from kvstore.policy.lru import Lru
 from kvstore.sizes import size_bytes
 from kvstore.tier.directory import FORMAT_BYTES
 from kvstore.tier.records import Record
-from kvstore.tier.ssd import COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
+from kvstore.tier.ssd import BUSY, COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
 from kvstore.transfer import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1
@@ -270,6 +272,9 @@ def _read(
 
         result = store.ssd.read(keys[first:], take)
         done += result.count
+        if result.fault == BUSY:
+            msg = f"the store at {store.ssd.path} cannot be read just now; nothing was exported: try again"
+            raise StoreError(msg)
         if result.fault is not None:
             faults[keys[done]] = result.fault
             done += 1
@@ -320,7 +325,7 @@ class _Members:
                 size=info.size,
                 is_file=info.type in (tarfile.REGTYPE, tarfile.AREGTYPE),
                 is_pinned=not info.mode & 0o200,
-                seconds=max(0, int(info.mtime)),
+                seconds=max(0, min(int(info.mtime), _LAST_SECOND)),
             )
 
     def read(self, member: _Member) -> bytearray:
@@ -397,7 +402,7 @@ def _read_manifest(file: Path, members: _Members, first: _Member | None, target:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         msg = f"{what}: its manifest is damaged: {error!r}"
         raise StoreError(msg) from error
-    if archive != ARCHIVE_VERSION:
+    if type(archive) is not int or archive != ARCHIVE_VERSION:
         msg = f"{file} was written by another version: found archive version {archive!r}, expected {ARCHIVE_VERSION}"
         raise StoreError(msg)
     if not isinstance(text, str) or len(text) > FORMAT_BYTES:
@@ -424,11 +429,14 @@ def _read_manifest(file: Path, members: _Members, first: _Member | None, target:
             spaces[int(number)] = {name: space[name] for name in names} or dict(KEYS_NAMESPACE)
             roots[int(number)] = root
     lines = {_line(form, space, secret) for space in spaces.values()}
-    newest = {
-        line: value
-        for line, value in generations.items()
-        if line in lines and type(value) is int and 0 <= value < 2**64
-    }
+    newest = {line: value for line, value in generations.items() if line in lines}
+    for value in newest.values():
+        if type(value) is not int or not 0 <= value < LAST_GENERATION:
+            msg = (
+                f"{what}: its {MANIFEST} takes a namespace to generation {str(value)[:40]}, expected an "
+                f"integer in [0, {LAST_GENERATION}), so that new weights can have a later one"
+            )
+            raise StoreError(msg)
     above = keys_root(secret) if form.key_bytes else None
     return _Manifest(form, frames, text, layout, spaces, roots, above, newest)
 
@@ -638,10 +646,14 @@ class _Import:
 
     def keep_generations(self) -> None:
         """Take over generations that are newer than what is recorded."""
-        for line, newest in self._manifest.generations.items():
-            known = self._store.ssd.fact(f"generation:{line}") or b"0"
-            if known.isdigit() and len(known) <= 20 and int(known) < newest:
-                self._store.ssd.set_fact(f"generation:{line}", str(newest).encode())
+        ssd = self._store.ssd
+        newer = {
+            line: newest
+            for line, newest in self._manifest.generations.items()
+            if generations.recorded(ssd, line) < newest
+        }
+        if newer:
+            generations.record(ssd, newer)
 
     def result(self) -> dict[str, Any]:
         """Return what became of the blocks as plain JSON values."""

@@ -260,6 +260,10 @@ class PrefixIndex:
         self._apart.update(dict.fromkeys(namespace_ids, apart))
         return apart
 
+    def forget_namespace(self, namespace_id: int) -> None:
+        """Forget what is kept of a namespace without blocks: its number may be another's."""
+        self._apart.pop(namespace_id, None)
+
     def evict(
         self, blocks: int, now: float = -NEVER, among: Collection[int] | None = None
     ) -> list[BlockKey]:

@@ -80,6 +80,8 @@ class Metrics:
     """Those of them that went from the SSD tier because their namespace was at its quota."""
     expired_leases: int = 0
     shared_opens: int = 0
+    passing_errors: int = 0
+    """Reads that met a condition that passes: no slot, memory or descriptor free. Each was a miss."""
     write_errors: int = 0
     policy_errors: int = 0
     """Eviction policies that raised, or named nothing that may go; LRU took over each time."""
@@ -155,6 +157,7 @@ class Metrics:
             "quota_evicted_blocks": self.quota_evicted_blocks,
             "expired_leases": self.expired_leases,
             "shared_opens": self.shared_opens,
+            "passing_errors": self.passing_errors,
             "write_errors": self.write_errors,
             "policy_errors": self.policy_errors,
             "quarantined_stores": self.quarantined_stores,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstore.metrics import Metrics
 
@@ -51,3 +52,10 @@ class Context:
                 self.metrics.dropped_blocks[reason] += count
                 message = "%d blocks were not stored: %s; further ones are only counted"
                 self.metrics.say_once(reason, message, count, _WHY[reason])
+
+    def count_passing(self, path: Path) -> None:
+        """Count a read that met a condition that passes, and say so the first time."""
+        with self.lock:
+            self.metrics.passing_errors += 1
+            message = "%s could not be read for a moment: a miss, and counted from here on"
+            self.metrics.say_once("passing", message, path)

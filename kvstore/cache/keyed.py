@@ -24,7 +24,7 @@ from kvstore.errors import StoreError
 from kvstore.frame import FrameFormat, Header, Places
 from kvstore.index import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd import BUSY, MEDIUM_ERRORS, SsdTier
 
 Bytes = NDArray[np.uint8]
 """A block's bytes, uint8 ``[block_bytes]``."""
@@ -261,6 +261,9 @@ class KeyedBlocks(OpenStore):
         """Count a bad block and, as the owner, remove it and all that hangs on it."""
         if self.owned is None and fault == "missing":
             return  # never there, or evicted by the owner
+        if fault == BUSY:
+            self.context.count_passing(self.ssd.path)
+            return
         with self.context.lock:
             self.metrics.corrupt_blocks[fault] += 1
             message = "block %s in %s is unusable (%s): a miss, and counted from here on"
@@ -277,9 +280,8 @@ class KeyedBlocks(OpenStore):
         if self.owned is None:
             try:
                 return self.ssd.known_run(keys)
-            except MEDIUM_ERRORS:
-                with self.context.lock:
-                    self.metrics.corrupt_blocks["io"] += 1
+            except MEDIUM_ERRORS as error:
+                self.note_failed_look(error)
                 return 0
         with self.context.lock:
             parents = self._index.parents

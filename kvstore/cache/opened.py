@@ -17,7 +17,7 @@ from kvstore.cache.scrub import Scrubber
 from kvstore.errors import StoreBusy, StoreError
 from kvstore.frame import Frames
 from kvstore.index import PrefixIndex
-from kvstore.tier.ssd import SsdTier
+from kvstore.tier.ssd import SsdTier, passes
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,14 @@ class OpenStore:
             msg = f"the store at {self.ssd.path} is open as a reader; only its owner {wish}"
             raise StoreBusy(msg)
         return self.owned
+
+    def note_failed_look(self, error: BaseException) -> None:
+        """Count a look at records that failed, and so was a miss."""
+        if passes(error):
+            self.context.count_passing(self.ssd.path)
+        else:
+            with self.context.lock:
+                self.metrics.corrupt_blocks["io"] += 1
 
     def flush(self) -> None:
         """Return when every block accepted before survives power loss."""

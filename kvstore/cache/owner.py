@@ -7,6 +7,7 @@ delete, so at no time does it name a block that is not there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +24,8 @@ from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.tier.records import Record
-from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, usage_in
+from kvstore.tier.records import Record, Records
+from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
 from kvstore.transfer import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ QUOTA_SLACK = 0.04
 """Share of a quota that is freed beyond what must go: as far as the tier's watermarks lie apart."""
 WRITE_ERRORS_TO_READ_ONLY = 3
 """Failed writes in a row after which writing stops. docs/decisions/0009."""
+RETRY_SECONDS = 30.0
+"""How long it stops, unless the file is damaged: then until the store is reopened. A disk that fails
+for good then costs the framing of one commit in that time; as long as a lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +87,7 @@ class _Limit:
     high: int
     low: int
     """What is left when ``high`` would be crossed."""
-    among: frozenset[int] | None
+    among: Line | None
     """Whose blocks go; None for all."""
     reason: str
     """Why blocks are dropped for which no room can be made."""
@@ -143,17 +147,19 @@ class OwnedSsd:
         self._is_crowded = False
         """Whether the last commit found no room though blocks were evicted for it: a reader that is
         stuck keeps their pages, or others fill the disk, and evicting more would only empty the store."""
-        self.is_read_only = False
+        self._resumes = -math.inf
+        """When writing is tried again after failures, by the context's clock; infinity for never."""
+        records = ssd.records()
+        ssd.usage = usage_in(records)
         self.namespaces = Namespaces(context, ssd)
-        self._rebuild()
+        self._rebuild(records)
+        self._sweep()
         self._writer: Writer[Ticket] = Writer(
             self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
         )
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, records: Records) -> None:
         """Fill the index from the records; delete and count what hangs on nothing."""
-        records = self.ssd.records()
-        self.ssd.usage = usage_in(records)
         orphans = rebuild(self.index, records, self._stick)
         newest = int(records.sequence.max(initial=0))
         self._context.sequence = max(self._context.sequence, newest)
@@ -233,36 +239,42 @@ class OwnedSsd:
         if decided.store is None:
             self._context.count_drop("no_parent", decided.orphans)
             return Taken(min(known, stop), decided.present, decided.orphans)
-        ticket = self._ticket(prefix, namespace, expires, is_pinned=is_pinned)
-        reason = "write_error" if ticket is None else ""
-        deadline = time.monotonic() + wait
-        number = decided.store.start
-        while ticket is not None and number < stop:
-            if self.is_read_only:
-                reason = "write_error"
-                break
-            if not self._writer.wait_for_room(deadline - time.monotonic()):
-                reason = "closed" if self._writer.is_closing else "queue_full"
-                break
-            if not self._submit(ticket, number, encode):
-                reason = "closed"
-                break
-            number += 1
-        self._context.count_drop(reason, stop - number)
-        return Taken(number, decided.present, stop - number)
-
-    def _ticket(
-        self, prefix: Chain, namespace: Mapping[str, Any], expires: float, *, is_pinned: bool
-    ) -> Ticket | None:
-        """Return the ticket of a store call, None if its namespace could not be written down."""
-        try:
-            number = self.namespaces.number(prefix.root, namespace)
-        except MEDIUM_ERRORS as error:
-            self._note_write_error(error)
-            return None
         with self._context.lock:
+            space = self.namespaces.hold(prefix.root, namespace)
             tick = self._context.next_sequence()
-        return Ticket(prefix, number, tick, expires, is_pinned)
+        ticket = Ticket(prefix, space, tick, expires, is_pinned)
+        try:
+            end, reason = self._queue(
+                ticket, decided.store, encode, deadline=time.monotonic() + wait
+            )
+        finally:
+            with self._context.lock:
+                self._release(space)
+        self._context.count_drop(reason, stop - end)
+        return Taken(end, decided.present, stop - end)
+
+    def _queue(
+        self,
+        ticket: Ticket,
+        wanted: plan.Store,
+        encode: Callable[[Header], bytearray],
+        *,
+        deadline: float,
+    ) -> tuple[int, str]:
+        """Queue blocks in their order; return where that ended, and why if that is too early."""
+        for number in range(wanted.start, wanted.stop):
+            if self.is_read_only:
+                return number, "write_error"
+            if not self._writer.wait_for_room(deadline - time.monotonic()):
+                return number, "closed" if self._writer.is_closing else "queue_full"
+            if not self._submit(ticket, number, encode):
+                return number, "closed"
+        return wanted.stop, ""
+
+    def _release(self, space: int) -> None:
+        """Let go of a number that a call or a block was under way for. The caller holds the lock."""
+        if self.namespaces.release(space):
+            self.index.forget_namespace(space)
 
     def _renew(
         self, prefix: Chain, blocks: int, expires: float, *, is_pinned: bool
@@ -350,6 +362,7 @@ class OwnedSsd:
             if not self._writer.submit(queued):
                 return False
             self._pending[queued.key] = parent
+            self.namespaces.hold_again(ticket.namespace_id)
             return True
 
     # ---- committing (writer thread) ------------------------------------------------------------
@@ -364,6 +377,7 @@ class OwnedSsd:
             with lock:
                 for block in batch:
                     self._pending.pop(block.key, None)
+                    self._release(block.ticket.namespace_id)
         with lock:
             amends = []
             for key in [key for key in self._wishes if key not in self._pending]:
@@ -373,6 +387,8 @@ class OwnedSsd:
                 )
         for keys, fields in amends:
             self._amend(keys, **fields)
+        with self._changing:
+            self._sweep()
 
     def _write(self, batch: list[QueuedBlock[Ticket]]) -> None:
         """Make room, write one transaction, then publish it in the index."""
@@ -440,9 +456,8 @@ class OwnedSsd:
 
     def _quota(self, line: Line, quota: int) -> _Limit:
         """Return what a namespace may hold as a limit."""
-        usage, numbers = self.ssd.usage, frozenset(line.numbers)
-        low = quota - int(QUOTA_SLACK * quota)
-        return _Limit(lambda: sum(usage[n] for n in numbers), quota, low, numbers, "quota")
+        usage, low = self.ssd.usage, quota - int(QUOTA_SLACK * quota)
+        return _Limit(lambda: sum(usage[n] for n in line.numbers), quota, low, line, "quota")
 
     def _fit(self, runs: Iterable[_Run], limit: _Limit) -> None:
         """Make room for runs below a limit, and cut off what finds none."""
@@ -470,14 +485,15 @@ class OwnedSsd:
                 break
         return gone
 
-    def _evict(self, blocks: int, among: frozenset[int] | None = None) -> int:
+    def _evict(self, blocks: int, among: Line | None = None) -> int:
         """Remove blocks by the policy from index and medium; return how many went.
 
-        With ``among`` only those of some namespaces, which is done for their quota.
+        With ``among`` only those of one line of namespaces, which is done for its quota.
         """
         with self._context.lock:
             self._give_up_leases()
-            keys = self.index.evict(blocks, self._context.wall_clock(), among)
+            numbers = None if among is None else frozenset(among.numbers)
+            keys = self.index.evict(blocks, self._context.wall_clock(), numbers)
             self._context.metrics.evicted_blocks["ssd"] += len(keys)
             self._context.metrics.quota_evicted_blocks += 0 if among is None else len(keys)
         self._delete(keys)
@@ -493,6 +509,17 @@ class OwnedSsd:
             with self._context.lock:
                 self._undeleted = due + self._undeleted
             self._note_write_error(error)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove namespaces whose last block is gone; a name that stays is tried again with the next."""
+        with self._context.lock:
+            for number in self.namespaces.leave():
+                self.index.forget_namespace(number)
+        try:
+            self.namespaces.erase()
+        except MEDIUM_ERRORS as error:
+            self._note_write_error(error)
 
     def _put(self, runs: list[_Run], uses: Mapping[BlockKey, int]) -> bool:
         """Write the runs in one transaction; where there is no room, free a little and try again."""
@@ -502,9 +529,11 @@ class OwnedSsd:
         puts = [self._as_put(*each) for each in zip(blocks, sequences, strict=True)]
         if not puts and not uses:
             return True
+        spaces = {put.record.namespace_id for put in puts}
+        names = self.namespaces.names(spaces)
         for attempt in range(1 + FULL_RETRIES):
             try:
-                self.ssd.put(puts, uses)
+                self.ssd.put(puts, uses, names)
             except MEDIUM_ERRORS as error:
                 may_help = attempt < FULL_RETRIES and not self._is_crowded
                 if may_help and self.ssd.lacks_room(error, len(puts)):
@@ -516,6 +545,10 @@ class OwnedSsd:
                 return False
             break
         self._failures, self._is_crowded = 0, False
+        if self._resumes > -math.inf:
+            self._resumes = -math.inf
+            logger.warning("writes to %s work again: blocks are stored", self.ssd.path)
+        self.namespaces.note_named(spaces)
         written = {put.key for put in puts}
         with self._context.lock:  # not before: a block whose put fails is still to be deleted
             self._undeleted = [key for key in self._undeleted if key not in written]
@@ -576,18 +609,31 @@ class OwnedSsd:
             self._delete(orphans)
 
     def _note_write_error(self, error: BaseException) -> None:
-        metrics, path = self._context.metrics, self.ssd.path
-        passes = self.ssd.lacks_room(error, 1)  # the doing of a reader, or of who fills the disk
+        metrics, path, now = self._context.metrics, self.ssd.path, self._context.clock()
+        # The doing of others: of a reader, of who fills the disk, of who has all slots or descriptors.
+        is_of_others = passes(error) or self.ssd.lacks_room(error, 1)
         with self._context.lock:
             metrics.write_errors += 1
-            self._failures += not passes
+            self._failures += not is_of_others
             metrics.say_once("write", "a write to %s failed: %s", path, error)
-            if self._failures >= WRITE_ERRORS_TO_READ_ONLY and not self.is_read_only:
-                self.is_read_only = True
-                message = (
-                    "%d writes to %s failed in a row (%s): nothing is stored until it is reopened"
-                )
-                logger.error(message, self._failures, path, error)
+            if is_of_others or self._failures < WRITE_ERRORS_TO_READ_ONLY or now < self._resumes:
+                return
+            was_stopped = self._resumes > -math.inf
+            self._resumes = now + RETRY_SECONDS if self.ssd.may_recover(error) else math.inf
+            if not was_stopped:
+                message = "%d writes to %s failed in a row (%s): nothing is stored until %s"
+                logger.error(message, self._failures, path, error, self._until)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether writing has stopped, after failures of the medium."""
+        return self._context.clock() < self._resumes
+
+    @property
+    def _until(self) -> str:
+        if self._resumes == math.inf:
+            return "it is reopened"
+        return f"it is tried again, every {RETRY_SECONDS:.0f} s"
 
     # ---- maintenance ---------------------------------------------------------------------------
 
@@ -616,23 +662,30 @@ class OwnedSsd:
             StoreError: if it cannot be recorded, and then the old one stays in force; or if the
                 blocks that are over cannot be deleted now.
         """
+        with self._context.lock:
+            number = self.namespaces.hold(root, namespace)
         try:
-            number = self.namespaces.set_quota(root, namespace, quota)
             with self._changing:
+                self.namespaces.set_quota(number, quota)
                 self._free(self._quota(self.namespaces.line(number), quota))
         except MEDIUM_ERRORS as error:
             self._note_write_error(error)
             msg = f"the quota of {quota} bytes cannot be recorded in {self.ssd.path}: {error}"
             raise StoreError(msg) from error
+        finally:
+            with self._context.lock:
+                self._release(number)
 
     def clear(self, root: BlockHash) -> int:
         """Remove every block of one namespace; return how many went."""
-        number = self.namespaces.find(root)
-        if number is None:
+        if self.namespaces.find(root) is None:
             return 0
         self.flush()
         with self._changing:
             with self._context.lock:
+                number = self.namespaces.find(root)
+                if number is None:  # its last blocks are gone by now
+                    return 0
                 keys = self.index.remove_namespace(number)
                 self._sticky = {segment for segment in self._sticky if segment.is_live}
             self._delete(keys)
@@ -686,9 +739,7 @@ class OwnedSsd:
         """Sentences about what an operator should look at."""
         found = []
         if self.is_read_only:
-            found.append(
-                f"writes to {self.ssd.path} failed: nothing is stored until it is reopened"
-            )
+            found.append(f"writes to {self.ssd.path} failed: nothing is stored until {self._until}")
         if self._writer.failure is not None:
             found.append(f"the writer failed: {self._writer.failure!r}")
         return found

@@ -41,7 +41,6 @@ class DevicePages:
         self.index = PrefixIndex(Lru[Segment]())
         self._context = context
         self._page_of: dict[BlockKey, int] = {}
-        self._namespace_ids: dict[BlockHash, int] = {}
 
     def load(
         self, prefix: Prefix, hit: int, fetch: Fetch, expiry: Expiry
@@ -114,9 +113,7 @@ class DevicePages:
                 segment,
                 b"".join(keys),
                 now=self._context.next_sequence(),
-                namespace_id=self._namespace_ids.setdefault(
-                    prefix.root, len(self._namespace_ids) + 1
-                ),
+                namespace_id=_number(prefix.root),
                 expires=expires,
             )
         if pages and self.index.expiring:  # a parent lives as long as what hangs on it
@@ -185,7 +182,10 @@ class DevicePages:
 
     def clear(self, root: BlockHash) -> None:
         """Forget the pages of one namespace; those that are pinned stay, for their pins only."""
-        number = self._namespace_ids.get(root)
-        if number is not None:
-            self.index.expire_namespace(number)
-            self._free(self.index.evict(0, self._context.wall_clock()))
+        self.index.expire_namespace(_number(root))
+        self._free(self.index.evict(0, self._context.wall_clock()))
+
+
+def _number(root: BlockHash) -> int:
+    """Return a number that stands for a namespace in this index, without a list of all there were."""
+    return int.from_bytes(root[:8], "big")

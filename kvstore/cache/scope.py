@@ -557,13 +557,18 @@ class Scope:
         For new weights under an old name. It is recorded in the store, so a restart with the old
         ``generation`` does not go back. Old blocks are not deleted; eviction takes them first
         because nothing uses them any more.
+
+        Raises:
+            ConfigError: if it is 2**63 - 1 or more already.
+            StoreError: if it cannot be recorded: the medium fails, or records that of as many
+                namespaces as a store of its size can. The old one stays in force.
         """
         self._shared.guard()
         self._follow_generation()
-        newer = replace(self.namespace, generation=self.namespace.generation + 1)
-        self._shared.set_generation(self._line, newer.generation)
-        self._bind(newer)
-        return newer.generation
+        newer = self.namespace.generation + 1
+        self._shared.set_generation(self._line, newer)
+        self._bind(replace(self.namespace, generation=newer))
+        return newer
 
     def _follow_generation(self) -> None:
         """Go on to the generation that another scope of this namespace has begun."""

@@ -6,6 +6,7 @@ found, counted and removed before somebody counts on the block.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from kvstore.frame import Frames
 from kvstore.tier import directory
 from kvstore.tier.direct import DirectFile
 from kvstore.tier.records import Record
-from kvstore.tier.ssd import MEDIUM_ERRORS, PAGE_HEADER_BYTES, SsdTier
+from kvstore.tier.ssd import BUSY, MEDIUM_ERRORS, PAGE_HEADER_BYTES, SsdTier
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,9 @@ class Scrubber:
 
     def _check(self, key: BlockKey, record: Record) -> None:
         fault = self._fault(key, record)
+        if fault == BUSY:
+            self._due.appendleft((key, record))
+            raise OSError(errno.EAGAIN, "it cannot be read just now")
         now = self._ssd.record(key) if fault is not None else record
         if (
             now is not None and now.head_sum != record.head_sum

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash
+from kvstore.cache import generations
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
@@ -30,7 +31,7 @@ from kvstore.policy.guarded import Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy
 from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd import BUSY, MEDIUM_ERRORS, SsdTier
 from kvstore.window import WindowPool
 
 if TYPE_CHECKING:
@@ -135,17 +136,10 @@ class SharedTiers(OpenStore):
             known = self._generations.get(line)
         if known is None or not self.is_owner:  # a reader's owner may have begun a newer one
             try:
-                text = self.ssd.fact(f"generation:{line}") or b"0"
+                known = generations.recorded(self.ssd, line)
             except MEDIUM_ERRORS as error:
                 msg = f"the generation recorded in {self.ssd.path} cannot be read: {error}"
                 raise StoreError(msg) from error
-            if not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
-                msg = (
-                    f"the generation recorded in {self.ssd.path} is {text[:40]!r}, expected an integer "
-                    "in [0, 2**64); use another path or remove the directory"
-                )
-                raise StoreError(msg)
-            known = int(text)
         with self.context.lock:
             known = max(known, self._generations.get(line, 0))
             if known:  # most lines never begin another one, and there is a line for every salt
@@ -160,11 +154,18 @@ class SharedTiers(OpenStore):
         """Record a generation, so that a restart does not go back to old weights.
 
         Raises:
+            ConfigError: if it is too large to be.
             StoreError: if it cannot be recorded; then the old one stays in force.
         """
         ssd = self.owner("bumps the generation").ssd
+        if generation > generations.LAST_GENERATION:
+            msg = (
+                f"the namespace's generation is {generation - 1}, and no later one is recorded than "
+                f"{generations.LAST_GENERATION}: name the new weights in its weights field"
+            )
+            raise ConfigError(msg)
         try:
-            ssd.set_fact(f"generation:{line}", str(generation).encode())
+            generations.record(ssd, {line: generation})
         except MEDIUM_ERRORS as error:
             msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
             raise StoreError(msg) from error
@@ -240,8 +241,8 @@ class SharedTiers(OpenStore):
     def _reader_run(self, path: bytes) -> int:
         try:
             return self.ssd.leading_run(path, self.context.wall_clock())
-        except MEDIUM_ERRORS:
-            self.metrics.corrupt_blocks["io"] += 1
+        except MEDIUM_ERRORS as error:
+            self.note_failed_look(error)
             return 0
 
     def _longest_with_window(self, prefix: Prefix, hit: int) -> int:
@@ -471,6 +472,9 @@ class SharedTiers(OpenStore):
 
     def _discard(self, prefix: Prefix, number: int, fault: str) -> None:
         """Count a bad block and, as the owner, remove it and all that hangs on it."""
+        if fault == BUSY:
+            self.context.count_passing(self.ssd.path)
+            return
         with self.context.lock:
             self.metrics.corrupt_blocks[fault] += 1
             message = (

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -101,6 +101,9 @@ class Put:
 
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
+
+BUSY = "busy"
+"""The fault of a read that met a condition that passes: nothing is known of the block."""
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
 """Reads frames of one size itself: ``take_many(i, file, offsets)`` takes them for blocks from i on, and
@@ -212,6 +215,8 @@ class SsdTier:
         self.usage: Counter[int] = Counter()
         """Bytes that the frames of each namespace take: what changes is counted with its commit,
         from what the owner found in the records."""
+        self.emptied: set[int] = set()
+        """Namespaces whose last record went since somebody took this note."""
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
         self._scratch = threading.local()
@@ -257,7 +262,7 @@ class SsdTier:
     @property
     def live_bytes(self) -> int:
         """Bytes of all pages in use, trees included."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             stats = [txn.stat(db) for db in (self._sys, self._meta, self._pay, self._age)]
             stats.append(self._env.stat())
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
@@ -272,7 +277,7 @@ class SsdTier:
     @property
     def block_count(self) -> int:
         """Blocks in the last committed state."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             return int(txn.stat(self._meta)["entries"])
 
     # ---- reading -------------------------------------------------------------------------------
@@ -282,14 +287,14 @@ class SsdTier:
 
         Cost: about 0.3 µs and 80 bytes a block.
         """
-        with self._using(), self._env.begin(buffers=True) as txn:
+        with self._reading(buffers=True) as txn:
             cursor: Any = txn.cursor(self._meta)
             return Records(b"".join(tree.rows(cursor, KEY_BYTES, RECORD_BYTES)))
 
     def records_after(self, key: bytes, count: int) -> list[tuple[BlockKey, Record]]:
         """Return up to ``count`` records whose keys follow ``key``, in the order of their keys."""
         found: list[tuple[BlockKey, Record]] = []
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             cursor = txn.cursor(self._meta)
             more = cursor.set_range(key + b"\0")
             while more and len(found) < count:
@@ -301,7 +306,7 @@ class SsdTier:
 
     def record(self, key: BlockKey) -> Record | None:
         """Return the record of ``key``, or None."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             data = txn.get(key, db=self._meta)
         return None if data is None else Record.unpack(data)
 
@@ -312,7 +317,7 @@ class SsdTier:
         it, so a binary search finds the end.
         """
         low, high = 0, len(path) // KEY_BYTES + 1
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             while high - low > 1:
                 middle = (low + high) // 2
                 key = path[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
@@ -326,7 +331,7 @@ class SsdTier:
 
     def known_run(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` have a record, whatever hangs on what."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             for count, key in enumerate(keys):
                 if txn.get(key, db=self._meta) is None:
                     return count
@@ -338,7 +343,7 @@ class SsdTier:
         Only the pages of a frame that ``take`` touches are read.
         """
         for first in range(0, len(keys), READ_BATCH):
-            with self._using(), self._env.begin(buffers=True) as txn:
+            with self._reading(buffers=True) as txn:
                 for key in keys[first : first + READ_BATCH]:
                     value = txn.get(key, db=self._pay)
                     if value is not None:
@@ -357,7 +362,7 @@ class SsdTier:
 
         ``take(i, frame)`` is given a private copy of block i, which it must not keep, and returns
         why it is bad, or None. A bad one is read again another way, and taken again. No exception
-        of the medium escapes.
+        of the medium escapes; the fault ``BUSY`` says nothing of the block.
 
         ``take_many`` is who reads runs of frames of one size, by that size. Where one is not good,
         ``take`` says why, and goes on.
@@ -369,18 +374,17 @@ class SsdTier:
             while done < len(keys):
                 if not is_hinted and len(keys) > 1:
                     self.will_need(keys[done : done + READ_BATCH], bounds)
-                with self._using():
-                    result = self._read_batch(keys, done, take, take_many or {})
+                result = self._read_batch(keys, done, take, take_many or {})
                 done, size = result.count, size + result.frame_bytes
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
-        except (lmdb.Error, OSError):
-            return ReadResult(done, "io", size)
+        except MEDIUM_ERRORS as error:
+            return ReadResult(done, BUSY if passes(error) else "io", size)
         return ReadResult(done, None, size)
 
     def will_need(self, keys: Sequence[BlockKey], bounds: tuple[int, int] | None = None) -> None:
         """Let the disk begin to read frames that ``read`` will be asked for; whatever fails then."""
-        with suppress(lmdb.Error, OSError), self._using(), self._env.begin(buffers=True) as txn:
+        with suppress(*MEDIUM_ERRORS), self._reading(buffers=True) as txn:
             for key in keys:
                 page, size = self._place(txn.get(key, db=self._meta))
                 offset = page * PAGE_BYTES + PAGE_HEADER_BYTES
@@ -399,7 +403,7 @@ class SsdTier:
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
-        with self._env.begin(buffers=True) as txn:
+        with self._reading(buffers=True) as txn:
             found = [txn.get(key, db=self._meta) for key in keys[first:stop]]
             places = [self._place(data) for data in found]
             i = first
@@ -449,7 +453,7 @@ class SsdTier:
 
     def frame(self, key: BlockKey) -> bytes | None:
         """Return a copy of a frame as stored, unchecked, or None."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             data = txn.get(key, db=self._pay)
         return None if data is None else bytes(data)
 
@@ -462,8 +466,13 @@ class SsdTier:
 
     # ---- writing (owner) -----------------------------------------------------------------------
 
-    def put(self, puts: Sequence[Put], uses: Mapping[BlockKey, int] | None = None) -> None:
-        """Write blocks, and new sequences of used ones, in one durable transaction.
+    def put(
+        self,
+        puts: Sequence[Put],
+        uses: Mapping[BlockKey, int] | None = None,
+        facts: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write blocks, new sequences of used ones, and facts, in one durable transaction.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
@@ -472,6 +481,8 @@ class SsdTier:
         with self._changing(buffers=True) as txn:
             for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
+            for name, value in (facts or {}).items():
+                txn.put(name.encode(), value, db=self._sys)
             for item in puts:
                 txn.put(item.key, item.frame, db=self._pay, overwrite=True)
                 value = txn.get(item.key, db=self._pay)
@@ -482,7 +493,16 @@ class SsdTier:
                     txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
         self.usage.update(usage_of(item.record for item in puts))
-        self.usage.subtract(usage_of(replaced))
+        self._uncount(replaced)
+
+    def _uncount(self, gone: Iterable[Record]) -> None:
+        """Take records that went out of the usage."""
+        less = usage_of(gone)
+        self.usage.subtract(less)
+        for number in less:
+            if self.usage[number] <= 0:
+                del self.usage[number]
+                self.emptied.add(number)
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
@@ -527,7 +547,7 @@ class SsdTier:
                 if data is not None:
                     gone += self._drop_age(txn, data)
                     txn.delete(key, db=self._pay)
-        self.usage.subtract(usage_of(gone))
+        self._uncount(gone)
 
     def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> list[Record]:
         """Delete the row of ``age`` that belongs to a stored record; return that if it is one."""
@@ -565,6 +585,10 @@ class SsdTier:
         except OSError as error:
             return error.errno not in _NO_ROOM
         return True
+
+    def may_recover(self, error: BaseException) -> bool:
+        """Say whether writing may be tried again after an error, without opening the store anew."""
+        return not (self._is_lost or self._is_damaged or isinstance(error, DAMAGE))
 
     def sync(self) -> None:
         """Make every commit so far survive power loss."""
@@ -762,7 +786,7 @@ class SsdTier:
 
     def fact(self, name: str) -> bytes | None:
         """Return a small named value."""
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             data = txn.get(name.encode(), db=self._sys)
         return None if data is None else bytes(data)
 
@@ -770,7 +794,7 @@ class SsdTier:
         """Return all small values whose names start with ``prefix``, by the rest of the name."""
         start = prefix.encode()
         found: dict[str, bytes] = {}
-        with self._using(), self._env.begin() as txn:
+        with self._reading() as txn:
             cursor = txn.cursor(self._sys)
             more = cursor.set_range(start)
             while more and bytes(cursor.key()).startswith(start):
@@ -783,13 +807,45 @@ class SsdTier:
         """Store a small named value durably."""
         self.set_facts({name: value})
 
-    def set_facts(self, values: Mapping[str, bytes]) -> None:
-        """Store small named values durably, all or none."""
+    def set_facts(self, values: Mapping[str, bytes | None]) -> None:
+        """Store small named values durably, all or none; those that are None are removed."""
         with self._changing() as txn:
             for name, value in values.items():
-                txn.put(name.encode(), value, db=self._sys)
+                if value is None:
+                    txn.delete(name.encode(), db=self._sys)
+                else:
+                    txn.put(name.encode(), value, db=self._sys)
 
     # ---- life ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self, *, buffers: bool = False) -> Iterator[Any]:
+        """Read one committed state, in a transaction that returns views if ``buffers``."""
+        with ExitStack() as stack:
+            stack.enter_context(self._using())
+            try:
+                txn = self._begin(buffers=buffers)
+            except lmdb.MapResizedError:  # an owner with a larger cap
+                stack.close()
+                self._follow_size()
+                stack.enter_context(self._using())
+                txn = self._begin(buffers=buffers)
+            yield stack.enter_context(txn)
+
+    def _begin(self, *, buffers: bool) -> Any:
+        """Begin a transaction that reads; where all slots are taken, clear those of killed readers."""
+        begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+        try:
+            return begin(buffers=buffers)
+        except lmdb.ReadersFullError:
+            self._env.reader_check()
+            return begin(buffers=buffers)
+
+    def _follow_size(self) -> None:
+        """As a reader: map as much as the owner does now, once no call is inside."""
+        with self._idle:
+            if self._idle.wait_for(lambda: not self._users, COPY_SECONDS) and not self._is_closed:
+                self._env.set_mapsize(0)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -889,6 +945,15 @@ DAMAGE = (
 )
 """What a broken file looks like. All else that LMDB says (no memory, no space, no descriptors) is
 about the machine, and no reason to give up a store."""
+_PASSING = (*(lmdb.ReadersFullError, lmdb.TlsFullError, lmdb.MapResizedError, lmdb.BadRslotError),)
+_PASSING_CODES = frozenset(
+    {
+        *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY),
+        *(errno.ENOLCK, errno.ETIMEDOUT, errno.ESTALE),
+    }
+)
+"""What says something of this moment and nothing of the store: slots, memory, descriptors and locks
+that others have, and a server that does not answer."""
 MEDIUM_ERRORS = (lmdb.Error, OSError)
 """What a medium can do to us. Everything else is a bug and is not caught as one of these."""
 
@@ -902,6 +967,18 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Codes of a full disk, a full quota and a file at its largest size."""
 _NOT_KNOWN = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 """Codes of a file system that takes no space ahead. Source: posix_fallocate(3)."""
+
+
+def passes(error: BaseException) -> bool:
+    """Say whether an error is of this moment: the same call may succeed later, and nothing is bad."""
+    return isinstance(error, _PASSING) or _code_of(error) in _PASSING_CODES
+
+
+def remedy(error: BaseException) -> str:
+    """Return in words what helps a reader that an error kept from reading."""
+    if passes(error):
+        return "try again when others have let go of what is short (readers, memory, descriptors)"
+    return "its owner repairs it at its next open"
 
 
 def _code_of(error: BaseException) -> int:
@@ -1020,12 +1097,13 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
                 env = None
         problem = _cut_off(path, env)
         if not problem:
-            env.reader_check()  # slots of killed readers: there are 512 in all
             return SsdTier(path, options, env, None)
     except MEDIUM_ERRORS as error:
-        problem = str(error)
-    if env is not None:
-        env.close()
+        if env is not None:
+            env.close()
+        msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
+        raise StoreError(msg) from error
+    env.close()
     msg = f"the store at {path} cannot be read: {problem}; its owner repairs it at its next open"
     raise StoreError(msg)
 
@@ -1076,7 +1154,6 @@ def _try_open(
         problem = _cut_off(path, env) or _problem_of_heads(path, env, trees, heads_seconds)
         if problem:
             return None, problem
-        env.reader_check()
         directory.sync_names(path)
         tier = SsdTier(path, options, env, lock)
         stored = tier.fact("format")
@@ -1104,7 +1181,7 @@ def _try_open(
 
 def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Environment:
     """Open LMDB as docs/decisions/0009 says: never nosync, never writemap, engine 0.9."""
-    return lmdb.open(
+    env = lmdb.open(
         str(path),
         # A reader takes the size that the owner wrote into the file, so the two never differ.
         map_size=options.capacity_bytes // PAGE_BYTES * PAGE_BYTES if is_owner else 0,
@@ -1124,6 +1201,8 @@ def _environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Env
         mode=0o600,
         max_spare_txns=0,  # a kept transaction would lose its slot when a forked child reopens
     )
+    env.reader_check()  # slots of killed readers: there are 512 in all
+    return env
 
 
 def _trees(path: Path) -> tree.Trees:
