@@ -116,6 +116,41 @@ def test_a_module_says_what_it_is_and_stays_clear_of_what_is_unsafe(path: Path) 
             assert called not in {"eval", "exec", "torch.load"}
 
 
+ENGINES = [path for path in MODULES if "engine" in path.relative_to(ROOT / "kvstore").parts]
+
+
+@pytest.mark.parametrize("path", ENGINES, ids=[str(p.relative_to(ROOT)) for p in ENGINES])
+def test_an_engine_computes_no_hash_of_a_block(path: Path) -> None:
+    """A store alone knows what its hashes are made under: an engine asks its scope."""
+    assert hashing(ast.parse(path.read_text())) <= {"kvstore.hash.as_tokens"}
+
+
+def hashing(tree: ast.AST) -> set[str]:
+    """Return what a module takes from ``kvstore.hash``, and that module where it takes it whole."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {name for name in found if name.startswith("kvstore.hash")}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kvstore.hash import namespace_digest",
+        "import kvstore.hash as names",
+        "from kvstore import hash",
+        "x = kvstore.hash.block_hashes",
+    ],
+)
+def test_a_planted_hash_is_found(line: str) -> None:
+    assert hashing(ast.parse(line)) - {"kvstore.hash.as_tokens"}
+
+
 def test_every_module_has_its_row_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     listed = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", page))

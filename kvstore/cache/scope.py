@@ -231,6 +231,16 @@ class Scope:
         prefix = self._prefix(tokens, images)
         return self._shared.lookup(prefix, request_id=None, need_window=False, is_probe=True)
 
+    def hashes(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> Sequence[BlockHash]:
+        """Return the hash of every whole block of ``tokens``, as this store names it.
+
+        It depends on the layout, the namespace with the generation in force, and the store's secret:
+        an engine that names blocks to others asks here, and computes no hash of its own.
+
+        Cost: one SHA-256 per block.
+        """
+        return self._prefix(tokens, images).hashes
+
     def release(self, request_id: str) -> None:
         """Forget the match that ``lookup`` gave to ``request_id``."""
         self._shared.forget_request((self._root, text(request_id, "request_id")))

@@ -182,11 +182,14 @@ def pages_of(page_ids: Sequence[int], page_tokens: int, start: int, stop: int) -
 
 
 def longest_pooled(
-    hashes: Sequence[bytes], hit_blocks: int, pools: Sequence[Collection[bytes]]
+    ranks: Sequence[tuple[Sequence[bytes], Collection[bytes]]], hit_blocks: int
 ) -> int:
-    """Return the most blocks, at most ``hit_blocks``, whose window is in every one of ``pools``."""
-    for count in range(min(hit_blocks, len(hashes)), 0, -1):
-        if all(hashes[count - 1] in pool for pool in pools):
+    """Return the most blocks, at most ``hit_blocks``, whose window every one of ``ranks`` has pooled.
+
+    A rank is the hashes of a request's blocks as its store names them, and those of its pooled windows.
+    """
+    for count in range(hit_blocks, 0, -1):
+        if all(hashes[count - 1] in pooled for hashes, pooled in ranks):
             return count
     return 0
 

@@ -26,6 +26,7 @@ from kvstore import (
     PrefixCache,
     StoreBusy,
     StoreError,
+    WindowSnapshot,
     admin,
     upkeep,
 )
@@ -140,6 +141,24 @@ def test_keys_cannot_be_computed_without_the_secret_and_differ_from_store_to_sto
     assert not (keys | others) & open_keys
     root = namespace_digest(DENSE.fingerprint, BLOCK, NAMESPACE, secret_of(tmp_path / "a"))
     assert {digest[:KEY_BYTES].hex() for digest in block_hashes(root, TOKENS, BLOCK)} == keys
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_scope_names_blocks_as_its_store_does(tmp_path: Path, *, secret: bool) -> None:
+    images = [ImageSpan(3, 9, b"cat")]
+    with open_cache(tmp_path / "s", layout=WINDOWED, secret=secret) as cache:
+        tenant = cache.scope(Namespace(model="test", tenant="b"))
+        tenant.bump_generation()
+        tenant.store(TOKENS[:-1], entries_of(WINDOWED, TOKENS[:-1]), images=images)
+        cache.flush()
+        rows = {"window": np.zeros((3, WINDOWED.window_tokens, 16), np.uint8)}
+        end = 2 * BLOCK
+        window = WindowSnapshot(end - WINDOWED.window_tokens, end, rows)
+        assert tenant.put_window(TOKENS, window, images=images)
+        names = tenant.hashes(TOKENS, images=images)
+        assert cache.pooled_windows() == {names[1]}
+        assert not set(names) & set(cache.hashes(TOKENS, images=images))
+    assert {name[:KEY_BYTES].hex() for name in names} == keys_of(tmp_path / "s")
 
 
 def test_tenants_images_generations_and_windows_work_as_ever(tmp_path: Path) -> None:

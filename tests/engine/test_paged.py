@@ -187,10 +187,12 @@ def test_images_of_the_first_tokens_make_the_same_blocks() -> None:
 
 def test_a_window_has_to_be_in_every_ranks_pool() -> None:
     hashes = [b"a", b"b", b"c"]
-    assert longest_pooled(hashes, 3, [{b"a", b"b"}]) == 2
-    assert longest_pooled(hashes, 3, [{b"a", b"b"}, {b"a"}]) == 1
-    assert longest_pooled(hashes, 1, [{b"a", b"b"}]) == 1
-    assert longest_pooled(hashes, 3, [set()]) == 0
+    other = [name.upper() for name in hashes]  # of a store with a secret of its own
+    assert longest_pooled([(hashes, {b"a", b"b"})], 3) == 2
+    assert longest_pooled([(hashes, {b"a", b"b"}), (other, {b"A"})], 3) == 1
+    assert longest_pooled([(hashes, {b"a", b"b"}), (other, {b"a"})], 3) == 0
+    assert longest_pooled([(hashes, {b"a", b"b"})], 1) == 1
+    assert longest_pooled([(hashes, set())], 3) == 0
 
 
 def test_ranks_that_hold_the_same_share_a_folder() -> None:

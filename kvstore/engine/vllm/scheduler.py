@@ -31,7 +31,6 @@ from kvstore.engine.vllm.groups import EngineLayout
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
-from kvstore.hash import HashRun, block_hashes, namespace_digest
 
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
@@ -99,7 +98,6 @@ class SchedulerSide:
         sends_events: bool,
     ) -> None:
         """Plan for an engine over the stores of its writing ranks, one reader each."""
-        self._engine = engine
         self._readers = tuple(readers)
         self._base = base
         self._tenant = tenant
@@ -179,20 +177,14 @@ class SchedulerSide:
         probes = [scope.probe(tokens, images=tracked.images) for scope in tracked.scopes]
         hit = min(probe.hit_tokens for probe in probes)
         if hit and self._has_windows:
-            pools = [self._pools.get(rank, frozenset()) for rank in range(len(self._readers))]
-            hashes = self._hashes(tracked, tokens[:hit])
-            blocks = longest_pooled(hashes, hit // self._block_tokens, pools)
+            ranks = [
+                (probe.prefix.hashes, self._pools.get(rank, frozenset()))
+                for rank, probe in enumerate(probes)
+            ]
+            blocks = longest_pooled(ranks, hit // self._block_tokens)
             self._counts["window_misses"] += blocks * self._block_tokens < hit
             hit = blocks * self._block_tokens
         return hit
-
-    def _hashes(self, tracked: Tracked, tokens: NDArray[np.uint32]) -> HashRun:
-        """Return the hash of each block, as the workers' stores name it."""
-        root = namespace_digest(
-            self._engine.layout.fingerprint, self._block_tokens, tracked.scopes[0].namespace
-        )
-        images = images_within(tracked.images, len(tokens))
-        return block_hashes(root, tokens, self._block_tokens, images)
 
     def admit(self, request: Any, blocks: BlockIds, external: int) -> None:
         """Take note that a request got ``blocks``; load ``external`` tokens beyond its local ones."""
@@ -373,7 +365,9 @@ class SchedulerSide:
 
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]
-        hashes: list[Any] = list(self._hashes(tracked, tokens))
+        images = images_within(tracked.images, len(tokens))
+        # Ranks under secrets of their own name a block differently; listeners hear of one name.
+        hashes: list[Any] = list(tracked.scopes[0].hashes(tokens, images=images))
         first = start // self._block_tokens
         lora = tracked.request.lora_request
         self._events.append(

@@ -135,6 +135,16 @@ def connectors(llm: LLM) -> tuple[KVStoreConnector, KVStoreConnector]:
     return scheduler.get_kv_connector(), kv_transfer_state.get_kv_transfer_group()
 
 
+def forget(llm: LLM) -> None:
+    """Empty vLLM's own prefix cache, once the saves that keep its blocks are over."""
+    for _ in range(10_000):  # each step waits a moment for a save
+        if llm.reset_prefix_cache():
+            return
+        llm.llm_engine.engine_core.get_output()
+    msg = "vLLM still keeps blocks"
+    raise AssertionError(msg)
+
+
 def prompt(length: int, seed: int = 1) -> list[int]:
     """Return random token ids; those of one seed are prefixes of each other."""
     return np.random.default_rng(seed).integers(0, VOCAB - 1, 4096)[:length].tolist()  # type: ignore[no-any-return]

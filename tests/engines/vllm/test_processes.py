@@ -92,6 +92,16 @@ def test_workers_in_processes_and_a_kill_while_they_save(
     assert again[0][1] == BLOCK, "what was stored before the kill is there"
 
 
+def test_a_scheduler_finds_windows_under_the_secret_of_a_worker_elsewhere(tmp_path: Path) -> None:
+    hybrid = save_model(tmp_path / "gemma3", "gemma3")
+    options = {"enable_prefix_caching": False, "extra": {"secret": True}}
+    with start(hybrid, tmp_path / "s", options, PROMPTS * 2) as child:
+        found = answers(child, 2 * len(PROMPTS))
+    tokens = [each for each, _ in found]
+    assert tokens[: len(PROMPTS)] == tokens[len(PROMPTS) :]
+    assert [cached for _, cached in found] == [0] * len(PROMPTS) + hits()
+
+
 @pytest.mark.skipif(
     os.environ.get("KVSTORE_SLOW") != "1", reason="minutes on two cores; set KVSTORE_SLOW=1"
 )
