@@ -288,6 +288,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_side.finish(request, ids), None
 
     @override
+    def has_pending_block_frees(self) -> bool:
+        """Return whether vLLM should wait a moment for blocks, rather than preempt a request."""
+        return self.scheduler_side.frees_blocks_soon
+
+    @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events since the last call."""
         return self.scheduler_side.take_events()
@@ -297,6 +302,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget everything stored, as after a weight update."""
         self.scheduler_side.reset()
         return True
+
+    @override
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
+        """Return None: blocks are kept as they lie, in each layout that vLLM has."""
 
     @override
     @classmethod

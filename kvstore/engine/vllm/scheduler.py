@@ -6,6 +6,7 @@ It reads the stores of all ranks and never writes one. A hit is what every rank 
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ MEDIUM = "DISK"
 """Where KV events say that blocks are."""
 
 
+FREES_SECONDS = 0.1
+"""How long vLLM waits for blocks of a finished request before it preempts a running one. Copying them
+out takes milliseconds; computing 1,000 tokens of a preempted request again takes about as long as this."""
+
+
 @dataclass(slots=True)
 class Tracked:
     """What the scheduler's side knows of one request."""
@@ -57,6 +63,8 @@ class Tracked:
     is_admitted: bool = False
     """Its next step is the first since it got blocks."""
     is_loading: bool = False
+    ended: float = 0.0
+    """When it finished, by the clock of the scheduler's side."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
 
     @property
@@ -97,6 +105,7 @@ class SchedulerSide:
         tenant: str,
         *,
         sends_events: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Plan for an engine over the stores of its writing ranks, one reader each."""
         self._engine = engine
@@ -104,6 +113,7 @@ class SchedulerSide:
         self._base = base
         self._tenant = tenant
         self._sends_events = sends_events
+        self._clock = clock
         self._block_tokens = engine.block_tokens
         self._has_windows = bool(engine.windows)
         self._tracked: dict[str, Tracked] = {}
@@ -135,7 +145,10 @@ class SchedulerSide:
         try:
             hints = Hints.of(wishes)
         except ConfigError as error:
-            self.faults.note("hint", error)
+            self.faults.counts["hint_faults"] += 1
+            self.faults.say(
+                "hints of a request were ignored: %s; further ones are counted only", error
+            )
             hints = Hints()
         sampling = request.sampling_params
         needs_every_row = sampling is not None and sampling.prompt_logprobs is not None
@@ -317,9 +330,16 @@ class SchedulerSide:
             self.faults.note("save", error)
         if tracked.saving.underway is None:
             return False
+        tracked.ended = self._clock()
         self._ending[request.request_id] = tracked
         self._awaited.add(request.request_id)
         return True
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Say whether a finished request is about to give back blocks that a save still reads."""
+        newest = next(reversed(self._ending.values()), None)
+        return newest is not None and self._clock() - newest.ended < FREES_SECONDS
 
     def _save_rest(self, tracked: Tracked, blocks: BlockIds) -> None:
         if not tracked.hints.store:
