@@ -105,6 +105,7 @@ class SchedulerSide:
         tenant: str,
         *,
         sends_events: bool,
+        has_fixed_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Plan for an engine over the stores of its writing ranks, one reader each."""
@@ -113,6 +114,7 @@ class SchedulerSide:
         self._base = base
         self._tenant = tenant
         self._sends_events = sends_events
+        self._has_fixed_weights = has_fixed_weights
         self._clock = clock
         self._block_tokens = engine.block_tokens
         self._has_windows = bool(engine.windows)
@@ -125,6 +127,8 @@ class SchedulerSide:
         self._saves: list[Work] = []
         self._awaited: set[str] = set()
         self._update: str | None = None
+        self._may_load = True
+        """Whether every worker has its store."""
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
         self.faults = Faults()
@@ -178,7 +182,7 @@ class SchedulerSide:
         if tracked is None:
             return 0
         tracked.local = local
-        if not tracked.may_load:
+        if not (tracked.may_load and self._may_load):
             return 0
         try:
             hit = self._hit(tracked)
@@ -363,6 +367,7 @@ class SchedulerSide:
         """Take in what the workers did; ``received`` and ``sent`` are requests they are done with."""
         if report is not None:
             self._pools |= report.pooled
+            self._may_load &= not report.lacks_store
             for request_id, ends in report.saved.items():
                 self._answered(request_id, ends)
             for request_id in report.failed:
@@ -416,14 +421,22 @@ class SchedulerSide:
         return events
 
     def reset(self) -> None:
-        """Forget everything stored: the model has other weights now, or is about to."""
+        """Forget everything stored: the model has other weights now, or is about to.
+
+        Saves that workers were not told of are dropped in any case: an engine that goes to sleep
+        resets first, and their blocks are gone when it wakes up.
+        """
+        self._saves = []
+        for tracked in self._tracked.values():
+            tracked.saving = Saving()
+        if self._has_fixed_weights:
+            return
         nonce = secrets.token_hex(8)
         self._base = updated(self._base, nonce)
         self._update = nonce
         self._pools = {}
         for tracked in self._tracked.values():
             tracked.namespace = updated(tracked.namespace, nonce)
-            tracked.saving = Saving()
             try:
                 tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
             except Exception as error:

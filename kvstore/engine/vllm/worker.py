@@ -110,10 +110,8 @@ class WorkerSide:
         if plan.update is not None:
             self._forget(plan.update)
         jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
-        for job in jobs:
-            job.is_cancelled = (
-                True  # all of them, before one is waited for: the engine stands still
-            )
+        for job in jobs:  # all of them, before one is waited for: the engine stands still meanwhile
+            job.is_cancelled = True
         for job in jobs:
             self._cancel(job)
 
@@ -149,6 +147,7 @@ class WorkerSide:
         if self._store is None:
             self._store = self._open_late()
         if self._store is None:
+            self._report.lacks_store = True
             return None
         needs_window = bool(self._engine.windows)
         scope = self._store.scope(work.namespace)
