@@ -27,7 +27,7 @@ from typing import Any
 from typing_extensions import override
 
 from kvstore.block_store import BlockStore
-from kvstore.engine.options import check_options
+from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.opening import resolved
 from kvstore.sizes import size_bytes
@@ -55,6 +55,11 @@ _KEY_BYTES = 1024
 """Longest encoded object key: a model's name and a salt of 128 characters with room to spare."""
 _MAGIC = b"kvl1"
 _SIZE = struct.Struct("<I")
+_HASH_BYTES = 16
+"""Shortest hash of a chunk that is taken. LMCache's ``builtin`` and ``*_64bit`` have 8 bytes: prompts
+that collide can be written down, and an SSD full of chunks meets some by chance."""
+_RANK_LIMIT = 1 << 32
+"""LMCache packs size and number of a worker into 8 bits each: ranks of more workers overlap."""
 _PUT_WAIT_SECONDS = 30.0
 """How long a store task waits for room in the queue of its store before it fails."""
 _FOLDER = "size-"
@@ -66,7 +71,7 @@ class _Options:
     ssd_bytes: int | str = "16GiB"
     sizes: int = 1
     queue_tasks: int = 1024
-    revision: str = ""
+    revision: str
     tenant: str = ""
     secret: bool = False
 
@@ -83,6 +88,7 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
         """Check and take the parameters. Raises ``ConfigError``, a ``ValueError``."""
         known = [field.name for field in fields(_Options)]
         check_options("adapter_params", d, known, ("path", "revision", "tenant"), ("secret",))
+        check_weights("adapter_params", "revision", d)
         for name, default in (("sizes", 1), ("queue_tasks", 1)):
             value = d.get(name, default)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -103,7 +109,8 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
             "- sizes (int): different object sizes to expect; each gets an equal share of the cap "
             "(default 1)\n"
             "- queue_tasks (int): tasks that may wait (default 1024)\n"
-            "- revision (str): of the weights; another one never hits\n"
+            "- revision (str): digest or revision of weights and config, or 'unchecked' (required); "
+            "another one never hits\n"
             "- tenant (str): keeps users of one directory apart"
         )
 
@@ -122,6 +129,23 @@ def encode_key(key: ObjectKey, layout: bytes) -> bytes:
         layout,
     ]
     return _MAGIC + b"".join(_SIZE.pack(len(part)) + part for part in parts)
+
+
+def check_keys(keys: Sequence[ObjectKey]) -> None:
+    """Raise ``ConfigError`` for a key that does not tell prompts or workers apart."""
+    for key in keys:
+        if len(key.chunk_hash) < _HASH_BYTES:
+            msg = (
+                f"a chunk's hash has {len(key.chunk_hash)} bytes, expected at least {_HASH_BYTES}: "
+                "start LMCache with --hash-algorithm blake3, its default"
+            )
+            raise ConfigError(msg)
+        if not 0 <= key.kv_rank < _RANK_LIMIT:
+            msg = (
+                f"kv rank {key.kv_rank:#x} is of more than 255 workers, whose ranks LMCache's keys "
+                "do not tell apart; use fewer"
+            )
+            raise ConfigError(msg)
 
 
 def decode_key(data: bytes) -> tuple[ObjectKey, bytes] | None:
@@ -380,6 +404,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         )
 
     def _do_store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
+        check_keys(keys)
         entries = [
             _Entry(key, self._layout_of(item), item.get_size())
             for key, item in zip(keys, objects, strict=True)
@@ -442,6 +467,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
     def _do_lookup(
         self, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]
     ) -> Bitmap:
+        check_keys(keys)
         self._settle()  # first: what fails after a lock would leave it behind
         found = Bitmap(len(keys))
         for i, key in enumerate(keys):

@@ -7,6 +7,9 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 
+UNCHECKED = "unchecked"
+"""Stands for the digest of the weights where an operator vouches for them."""
+
 
 def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise ``ConfigError`` for an option that is unknown; ``where`` is what the engine calls them."""
@@ -40,3 +43,15 @@ def check_options(
         if not isinstance(given.get(name, False), bool):
             msg = f"{where}: {name!r} must be true or false, found {given[name]!r}"
             raise ConfigError(msg)
+
+
+def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` if ``name``, which tells one set of weights from another, is left out."""
+    if not given.get(name, "").strip():
+        msg = (
+            f"{where}: {name!r} is missing, so blocks of other weights under the same model name "
+            "would be served; give the digest of the model's folder (python -c 'import kvstore; "
+            'print(kvstore.weights_digest("FOLDER"))\'), a revision that changes with every change '
+            f"of weights or config, or {UNCHECKED!r} to serve what the name has, of whatever weights"
+        )
+        raise ConfigError(msg)

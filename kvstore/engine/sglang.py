@@ -28,10 +28,11 @@ import torch
 from typing_extensions import override
 
 from kvstore.block_store import BlockStore
-from kvstore.engine.options import check_options
+from kvstore.engine.options import UNCHECKED, check_options, check_weights
 from kvstore.engine.trailing import TrailingPages
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.host import host_bytes, writable_bytes
+from kvstore.namespace import weights_digest
 from kvstore.sizes import size_bytes
 
 try:
@@ -43,6 +44,8 @@ try:
         PoolTransfer,
         PoolTransferResult,
     )
+    from sglang.srt.runtime_context import get_context, get_lora, get_serving
+    from sglang.version import __version__ as sglang_version
 except ImportError as error:
     _msg = (
         "kvstore.engine.sglang needs SGLang 0.5.23 (extra 'sglang': pip install kvstore[sglang]); "
@@ -66,6 +69,36 @@ IN_HOST = frozenset(
 )
 """Pools of which only the pages at the end of a prefix are read."""
 
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "model": (
+        *("context_length", "dtype", "json_model_override_args", "kv_cache_dtype", "load_format"),
+        *("model_impl", "modelopt_quant", "qsa_indexer_dtype", "quantization"),
+        *("quantization_param_path", "rl_quant_profile"),
+    ),
+    "mm": ("mm_attention_backend", "mm_process_config", "trust_mm_content_hashes"),
+    "spec": (
+        *("speculative_algorithm", "speculative_draft_kv_cache_dtype"),
+        *("speculative_draft_model_path", "speculative_draft_model_quantization"),
+        *("speculative_draft_model_revision", "speculative_draft_window_size"),
+    ),
+    "exec.kernel": (),
+    "exec.deterministic": (),
+    "exec.dllm": (),
+    "exec.mamba": ("mamba_backend", "mamba_ssm_dtype", "linear_attn_prefill_backend"),
+    "exec.moe": (
+        *("deepep_dispatcher_output_dtype", "enable_w4a4_mxfp4_megamoe"),
+        *("flashinfer_mxfp4_moe_precision", "moe_runner_backend"),
+    ),
+    "exec.comm": ("enable_quant_communications",),
+    "exec.features": (
+        *("enable_decoder_swa_bounded_replay", "enable_encoder_swa_bounded_replay"),
+        "enable_tf32_matmul",
+    ),
+}
+"""Settings of SGLang that decide the numbers in a page, by its namespaces; () is all of one.
+
+Read in ``sglang.srt.arg_groups.fields`` of 0.5.23. What only places work or bounds memory is left out.
+"""
 _OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 """Keys of the extra config that SGLang's factory and controller read themselves."""
 _CHUNK_PAGES = 16
@@ -90,7 +123,7 @@ class HiCacheOptions:
     """Seconds after which a trailing page is not served any more."""
     tenant: str = ""
     """Keeps users of one directory apart. Salts of single requests are in SGLang's own keys."""
-    weights: str = ""
+    weights: str
     """Digest or revision of the weights; the model's name says nothing about them."""
     secret: bool = False
     """Whether keys are hashed under a random secret in each store's directory; for good."""
@@ -101,12 +134,50 @@ class HiCacheOptions:
         given = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         known = [field.name for field in fields(cls)]
         check_options("extra config", given, known, ("path", "tenant", "weights"), ("secret",))
+        check_weights("extra config", "weights", given)
         options = cls(**given)
         ttl: object = options.window_ttl
         if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
             msg = f"extra config: 'window_ttl' must be positive seconds, found {ttl!r}"
             raise ConfigError(msg)
         return options
+
+
+def settings() -> dict[str, Any]:
+    """Return what decides a page's numbers and is no part of SGLang's keys, as JSON values.
+
+    Raises:
+        ConfigError: if SGLang has not published its settings in this process.
+    """
+    found: dict[str, Any] = {"version": sglang_version}
+    try:
+        for namespace, names in _SETTINGS.items():
+            top, *below = namespace.split(".")
+            bag = get_context().config_bag(top)
+            for part in below:
+                bag = getattr(bag, part)
+            found[namespace] = {name: str(getattr(bag, name)) for name in names or bag._fields}
+        found["weight_version"] = get_serving().weight_version
+    except ValueError as error:
+        msg = (
+            f"SGLang's settings decide what a page holds, and cannot be read: {error}; attach the "
+            "backend in a scheduler process of SGLang 0.5.23"
+        )
+        raise ConfigError(msg) from error
+    return found
+
+
+def adapters() -> dict[str, str]:
+    """Return name and digest of the adapters in ``--lora-paths``: SGLang's keys have name and path.
+
+    One that is loaded later is named by a random number, and never hits after a restart.
+
+    Raises:
+        ConfigError: if one is not in a local folder.
+    """
+    return {
+        str(ref.lora_name): weights_digest(ref.lora_path) for ref in get_lora().lora_paths or ()
+    }
 
 
 class HostPool(Protocol):
@@ -173,7 +244,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     """A storage backend of SGLang's hierarchical cache.
 
     Units: pages of SGLang, ``page_size`` tokens each. A page is stored with a checksum under its
-    whole key, which begins with a digest of model, weights, tenant, shard, dtype, layout and size.
+    whole key, which begins with a digest of model, weights, tenant, SGLang's settings that decide
+    numbers, shard, dtype, layout and size.
 
     Threads: any.
     """
@@ -192,6 +264,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         """
         self.options = HiCacheOptions.of(storage_config.extra_config)
         self.config = storage_config
+        self._settings = settings()
+        if self.options.weights != UNCHECKED:
+            self._settings["adapters"] = adapters()
         if storage_config.should_split_heads:
             msg = "tp_lcm_size: kvstore keeps a page as one rank wrote it; leave tp_lcm_size out"
             raise ConfigError(msg)
@@ -264,7 +339,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
             raise ConfigError(msg) from error
         config, options = self.config, self.options
         owner = [config.model_name, options.weights, options.tenant]
-        identity = ["kvstore.sglang.1", owner, self._shard(), name, facts]
+        identity = ["kvstore.sglang.2", owner, self._settings, self._shard(), name, facts]
         return _Pool(name, host, hashlib.sha256(json.dumps(identity).encode()).digest(), page_bytes)
 
     def _shard(self) -> dict[str, Any]:
@@ -312,6 +387,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
                     pool.store = self._opened(pool, self._ssd_bytes)
         return pool.store
 
+    def _is_outdated(self) -> bool:
+        """Say whether the weights were replaced in the running engine: all that is here is of others."""
+        now, then = get_serving().weight_version, self._settings["weight_version"]
+        if now != then:
+            what = (
+                f"weight version {now!r}, {then!r} when attached: every page misses; attach again"
+            )
+            self.note("weights replaced", what)
+        return bool(now != then)
+
     def _pool_of(self, transfer: PoolTransfer) -> _Pool | None:
         """Return the pool of a transfer, None for one that is refused."""
         name = str(transfer.name)
@@ -328,6 +413,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
 
     def _exists(self, pool: _Pool, pages: Sequence[str]) -> int:
         """Return how many leading pages are there."""
+        if self._is_outdated():
+            return 0
         if pool.name in IN_HOST:
             found = (self.trailing.has((pool.name, pool.key(page))) for page in pages)
             return next((i for i, is_there in enumerate(found) if not is_there), len(pages))
@@ -338,6 +425,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         self, pool: _Pool, pages: Sequence[str], targets: Sequence[torch.Tensor]
     ) -> list[bool]:
         """Copy pages to flat tensors, each wholly or not at all."""
+        if self._is_outdated():
+            return [False] * len(pages)
         if pool.name in IN_HOST:
             return [
                 (flat := writable_bytes(target)) is not None
@@ -363,6 +452,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
 
         ``values(i)`` returns page i. ``prefix`` are the pages before the first one.
         """
+        if self._is_outdated():
+            return [False] * len(pages)
         if pool.name in IN_HOST:
             return [self._put_trailing(pool, page, values(i)) for i, page in enumerate(pages)]
         store = self._store(pool)

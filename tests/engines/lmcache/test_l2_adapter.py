@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import json
@@ -12,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,19 +22,12 @@ import torch
 
 from tests.engines.require import engine
 
-engine("lmcache", "lmcache.v1.distributed.storage_manager")
+engine("lmcache", "lmcache.v1.distributed.storage_manager", "tests.engines.lmcache.engine")
 
-from lmcache.v1.distributed.api import (
-    GroupedObjectKeys,
-    MemoryLayoutDesc,
-    ObjectKey,
-    PrefetchTaskSpec,
-)
-from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
-from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.memory_management import MemoryObj
 
 from kvstore import ConfigError, LayoutMismatch, StoreBusy
@@ -47,100 +38,9 @@ from kvstore.engine.lmcache import (
     encode_key,
 )
 from kvstore.transfer import TaskThread
+from tests.engines.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SHAPE = torch.Size([2, 3, 16, 32])
-DESC = MemoryLayoutDesc([SHAPE], [torch.bfloat16])
-SIZE = SHAPE.numel() * 2
-WAIT = 60.0
-
-
-def key_of(number: int, salt: str = "", model: str = "m", rank: int = 1, group: int = 0) -> Any:
-    return ObjectKey(number.to_bytes(32, "big"), model, rank, group, salt)
-
-
-def spec(path: Path, **options: Any) -> dict[str, Any]:
-    outer: dict[str, Any] = {n: options.pop(n) for n in ("eviction", "serde") if n in options}
-    return {
-        "type": "plugin",
-        "module_path": "kvstore.engine.lmcache",
-        "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"path": str(path), "ssd_bytes": "8MiB", **options},
-        **outer,
-    }
-
-
-def until(what: Callable[[], Any]) -> Any:
-    """Wait for something that LMCache's threads will bring about."""
-    deadline = time.monotonic() + WAIT
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.01)
-    return found
-
-
-# ---- through LMCache's controllers --------------------------------------------------------------
-
-
-class Server:
-    """LMCache's storage manager with its store, prefetch and eviction controllers."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        parser = add_storage_manager_args(argparse.ArgumentParser())
-        arguments = [
-            *("--l1-size-gb", "0.03", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
-            *("--l2-adapter", json.dumps(spec(path, **options))),
-        ]
-        self.manager = StorageManager(parse_args_to_config(parser.parse_args(arguments)))
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.manager.close()
-
-    @property
-    def adapter(self) -> Any:
-        return self.manager.l2_adapters()[0][1]
-
-    @property
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.manager.report_status()["l2_adapters"][0]
-        return found
-
-    def store(self, keys: list[Any], desc: Any = DESC) -> dict[Any, torch.Tensor]:
-        """Write objects to L1 and wait until the store controller has them in L2."""
-        objects = self.manager.reserve_write(keys, desc)
-        for item in objects.values():
-            item.tensor.copy_(torch.randn(item.tensor.shape))
-        written = {key: item.tensor.clone() for key, item in objects.items()}
-        self.manager.finish_write(list(objects))
-        until(lambda: all(key in self.books for key in objects))
-        return written
-
-    @property
-    def books(self) -> Any:
-        """The keys that the adapter has, with or without a serde around it."""
-        found = self.adapter
-        return (found if isinstance(found, KVStoreL2Adapter) else found._inner)._entries
-
-    def forget(self) -> None:
-        self.manager.clear(force=True)
-
-    def fetch(self, keys: list[Any], desc: Any = DESC) -> tuple[int, list[torch.Tensor]]:
-        """Prefetch through the controller; what came from L2, and the objects in order."""
-        rows = [GroupedObjectKeys(keys, keys[0].object_group_id, desc)]
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(rows))
-        assert self.manager.wait_prefetch_status(handle, WAIT)
-        result = self.manager.query_prefetch_status(handle)
-        hits = [key for i, key in enumerate(keys) if result.hit_cells[0].test(i)]
-        found = []
-        if hits:
-            with self.manager.read_prefetched_results(hits) as objects:
-                found = [item.tensor.clone() for item in objects]
-            self.manager.finish_read_prefetched(hits)
-        return result.l2_hit_count, found
 
 
 def test_objects_go_out_and_come_back_equal(tmp_path: Path) -> None:
@@ -690,16 +590,22 @@ def test_no_two_keys_spell_the_same_bytes() -> None:
         assert decode_key(bad) is None
 
 
+GIVEN = {"path": "p", "revision": "unchecked"}
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({}, "'path' is missing"),
         ({"path": "p", "size": 1}, "'size' is unknown, expected some of path, ssd_bytes, sizes"),
         ({"path": 1}, "'path' must be a text"),
-        ({"path": "p", "ssd_bytes": "lots"}, "ssd_bytes must be bytes"),
+        ({"path": "p"}, "'revision' is missing.*weights_digest.*or 'unchecked'"),
+        ({"path": "p", "revision": ""}, "'revision' is missing"),
+        ({"path": "p", "revision": 7}, "'revision' must be a text"),
         ({"path": "p", "secret": 1}, "'secret' must be true or false"),
-        ({"path": "p", "sizes": 0}, "'sizes' must be a positive integer"),
-        ({"path": "p", "queue_tasks": True}, "'queue_tasks' must be a positive integer"),
+        ({**GIVEN, "ssd_bytes": "lots"}, "ssd_bytes must be bytes"),
+        ({**GIVEN, "sizes": 0}, "'sizes' must be a positive integer"),
+        ({**GIVEN, "queue_tasks": True}, "'queue_tasks' must be a positive integer"),
     ],
 )
 def test_options_are_checked(params: dict[str, Any], message: str) -> None:
@@ -716,7 +622,7 @@ import sys
 from kvstore import StoreBusy
 from kvstore.engine.lmcache import KVStoreL2Adapter, KVStoreL2AdapterConfig
 try:
-    KVStoreL2Adapter(KVStoreL2AdapterConfig.from_dict({{"path": {str(tmp_path)!r}}}))
+    KVStoreL2Adapter(KVStoreL2AdapterConfig.from_dict({{"path": {str(tmp_path)!r}, "revision": "1"}}))
 except StoreBusy as error:
     print("busy" if "{os.getpid()}" in str(error) else error)
 """

@@ -20,6 +20,7 @@ engine(
     "sglang.srt.managers.cache_controller",
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
     "sglang.srt.observability.metrics_collector",
+    "tests.engines.sglang.engine",
 )
 
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -27,69 +28,37 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
-    HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_parallel
 
 from kvstore import ConfigError, LayoutMismatch, StoreError
 from kvstore.engine.sglang import IN_HOST, KV, ON_SSD, KVStoreHiCache
 from tests.builders import Clock
+from tests.engines.sglang.engine import (
+    PAGE,
+    backend,
+    config,
+    device_pool,
+    extra,
+    fill,
+    host_pool,
+    tokens,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PAGE = 16
-"""Tokens of a page."""
 WAIT = 60.0
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 ALL, TRAILING = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    with get_parallel().override(
-        attn_dcp_size=1, attn_dcp_rank=0, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1
-    ):
-        yield
-
-
-def device_pool(dtype: torch.dtype = torch.bfloat16, page: int = PAGE) -> Any:
-    return MHATokenToKVPool(1024, page, dtype, 2, 8, 3, "cpu", enable_memory_saver=False)
-
-
-def host_pool(device: Any, layout: str = "layer_first") -> Any:
-    return MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
-        *(2.0, 0, device.page_size, layout),
-        pin_memory=False,
-        device_capacity_tokens=1024,
-        start_layer=0,
-        end_layer=2,
-    )
-
-
-def extra(path: Path, **options: Any) -> dict[str, Any]:
-    return {
-        "backend_name": "kvstore",
-        "module_path": "kvstore.engine.sglang",
-        "class_name": "KVStoreHiCache",
-        "interface_v1": 1,
-        "path": str(path),
-        "ssd_bytes": "8MiB",
-        **options,
-    }
 
 
 class Allocator:
@@ -126,15 +95,6 @@ def controller(
         yield found
     finally:
         found.detach_storage_backend()
-
-
-def fill(pool: Any) -> None:
-    raw = pool.kv_buffer.view(torch.uint8)
-    raw.copy_(torch.randint(0, 120, raw.shape, dtype=torch.uint8))  # no NaN: pages are compared
-
-
-def tokens(pages: int, seed: int = 0, page: int = PAGE) -> list[int]:
-    return [seed * 100_000 + i for i in range(pages * page)]
 
 
 def pages_at(pool: Any, indices: torch.Tensor, page: int = PAGE) -> list[torch.Tensor]:
@@ -560,36 +520,6 @@ def test_trailing_pages_expire_and_are_capped(tmp_path: Path) -> None:
 # ---- the backend by itself ----------------------------------------------------------------------
 
 
-def config(options: dict[str, Any] | None, **fields: Any) -> Any:
-    return HiCacheStorageConfig(
-        **{
-            "tp_rank": 0,
-            "tp_size": 1,
-            "pp_rank": 0,
-            "pp_size": 1,
-            "attn_cp_rank": 0,
-            "attn_cp_size": 1,
-            "is_mla_model": False,
-            "enable_storage_metrics": True,
-            "is_page_first_layout": False,
-            "model_name": "m",
-            "extra_config": options,
-            **fields,
-        }
-    )
-
-
-@contextmanager
-def backend(path: Path, pool: Any = None, **fields: Any) -> Iterator[Any]:
-    found = StorageBackendFactory.create_backend("dynamic", config(extra(path), **fields), None)
-    found.register_mem_pool_host(pool if pool is not None else host_pool(device_pool()))
-    found.on_host_pools_registered()
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 def page_of(found: Any, seed: int) -> torch.Tensor:
     page: torch.Tensor = found.mem_pool_host.get_dummy_flat_data_page()
     return page.copy_(torch.arange(page.numel()) % 251 + seed)
@@ -749,6 +679,9 @@ def test_a_host_pool_without_flat_pages_is_refused_at_once(tmp_path: Path) -> No
         b.register_mem_pool_host(Odd())  # type: ignore[arg-type]
 
 
+GIVEN = {"path": "p", "weights": "unchecked"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -756,10 +689,13 @@ def test_a_host_pool_without_flat_pages_is_refused_at_once(tmp_path: Path) -> No
         ({"path": "p", "ssdbytes": 1}, "'ssdbytes' is unknown, expected some of path"),
         ({"path": 3}, "'path' must be a text"),
         ({"path": "p", "tenant": None}, "'tenant' must be a text"),
-        ({"path": "p", "ssd_bytes": "much"}, "ssd_bytes must be bytes or a size"),
+        ({"path": "p"}, "'weights' is missing.*weights_digest.*or 'unchecked'"),
+        ({"path": "p", "weights": " "}, "'weights' is missing"),
+        ({"path": "p", "weights": 7}, "'weights' must be a text"),
         ({"path": "p", "secret": "yes"}, "'secret' must be true or false"),
-        ({"path": "p", "window_ttl": 0}, "'window_ttl' must be positive seconds"),
-        ({"path": "p", "window_ttl": "1"}, "'window_ttl' must be positive seconds"),
+        ({**GIVEN, "ssd_bytes": "much"}, "ssd_bytes must be bytes or a size"),
+        ({**GIVEN, "window_ttl": 0}, "'window_ttl' must be positive seconds"),
+        ({**GIVEN, "window_ttl": "1"}, "'window_ttl' must be positive seconds"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
