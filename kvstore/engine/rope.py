@@ -49,6 +49,8 @@ class RopeTables:
                 for layer_type, kind in kinds.items()
                 if _by_length(kind) and is_known
             ]
+        for module, layer_type in self._parts:
+            _settle(module, layer_type)
         asked = _rope_types(model.config.to_dict())
         if not self._parts and any(map(_by_length, asked)):
             msg = (
@@ -77,7 +79,7 @@ class RopeTables:
         for module, layer_type in self._parts:
             _choose(module, layer_type, 1)
             _choose(module, layer_type, length)
-            table = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+            table = getattr(module, _table_name(layer_type))
             digest.update(table.detach().double().cpu().numpy().tobytes())
             digest.update(repr(getattr(module, "attention_scaling", None)).encode())
         self.reset()
@@ -145,6 +147,22 @@ def _choose(module: Any, layer_type: str | None, length: int) -> None:
     arguments = {} if layer_type is None else {"layer_type": layer_type}
     with torch.no_grad():
         _update(module, positions, positions, **arguments)
+
+
+def _settle(module: Any, layer_type: str | None) -> None:
+    """Let a module have what transformers gives it when a table first changes, and its table again.
+
+    So what a request leaves behind is what the one before it left.
+    """
+    _choose(module, layer_type, 1)
+    table = getattr(module, _table_name(layer_type)).clone()
+    _choose(module, layer_type, getattr(module, "original_max_seq_len", 0) + 1)
+    _choose(module, layer_type, 1)
+    module.register_buffer(_table_name(layer_type), table, persistent=False)
+
+
+def _table_name(layer_type: str | None) -> str:
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -373,6 +373,12 @@ class TransformersAdapter:
             msg = f"expected a KV cache of {self._layer_count} layers, found {len(past.layers)}"
             raise ValueError(msg)
         layers = [past.layers[layer] for layer in self._layout.group(keys).layers]
+        held = min(int(layer.keys.shape[-2]) for layer in layers)
+        if held < stop:
+            msg = (
+                f"expected {stop} rows of keys in every layer, found {held}: a compressed KV cache?"
+            )
+            raise ValueError(msg)
         return {
             keys: self._pack(self._layout.group(keys), [x.keys for x in layers], start, stop),
             values: self._pack(self._layout.group(values), [x.values for x in layers], start, stop),
@@ -431,6 +437,12 @@ class TransformersAdapter:
             windows += self._boundary(past)
         logits = self._causal.forward(ids[max(hit, cut) :], past, len(ids))
         windows += self._boundary(past)
+        if past.get_seq_length() != len(ids):
+            msg = (
+                f"the model cached {past.get_seq_length()} rows for {len(ids)} tokens, expected one for "
+                "each: rows of its own, such as a soft prompt's, have no token to be found by"
+            )
+            raise ConfigError(msg)
         self._runs[past] = run
         self._end("forward")
         return Prefilled(past, logits, hit, made.replay_tokens, made.window_source, tuple(windows))
