@@ -14,31 +14,34 @@ pool; a replayed one differs, because its first rows never saw what lies before 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvstore
 from kvstore.cache import Scope
+from kvstore.engine.identity import ModelIdentity
 from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.engine.options import check_names
+from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier.paged import RAW_DTYPES, decode_rows, encode_rows
+
+_log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 WindowSource = Literal["pool", "replay", "none"]
@@ -49,17 +52,6 @@ KEYS, VALUES = "k", "v"
 """Names of the GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
 """Names of its WINDOW groups: sliding layers, if there are any."""
-_CONFIG_LABELS = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "name_or_path",
-        "torch_dtype",
-        "transformers_version",
-    }
-)
-"""Fields of a config that change nothing computed, or say what the parameters say themselves."""
 
 
 def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> Layout:
@@ -82,24 +74,25 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
 def model_namespace(model: Any, *, tenant: str = "", tokenizer: str = "") -> kvstore.Namespace:
     """Return the namespace of a loaded model: what it computes is in it, what it is called is not.
 
-    ``weights`` is a digest of its config and of every parameter as it is in memory now, adapters
-    merged or attached included: name, type, shape and all values. It does not follow later changes:
-    after one, close the adapter and open it again.
+    ``weights`` is a digest of the model as it is now: every parameter and buffer with all its values,
+    adapters and which of them are active, the config, attributes of modules, hooks, and the settings
+    of torch that choose dtypes or kernels.
+
+    Raises:
+        ConfigError: as ``ModelIdentity``.
 
     Cost: reads all parameters once, at the speed of memory; those of another device are copied here,
         one by one.
     """
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_LABELS}
-    digest = hashlib.sha256(b"kvstore.parameters.2")
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{len(name)}:{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        values = tensor.detach().cpu().contiguous().reshape(-1)
-        if len(values):
-            digest.update(xxhash.xxh3_128_digest(values.view(torch.uint8).numpy()))
+    return _namespace(model, ModelIdentity(model), tenant, tokenizer)
+
+
+def _namespace(
+    model: Any, identity: ModelIdentity, tenant: str, tokenizer: str = ""
+) -> kvstore.Namespace:
     return kvstore.Namespace(
         model=str(model.config.model_type),
-        weights=digest.hexdigest(),
+        weights=identity.weights(),
         tokenizer=tokenizer,
         tenant=tenant,
     )
@@ -117,21 +110,21 @@ def open_adapter(
 ) -> Iterator[TransformersAdapter]:
     """Open the cache in directory ``path`` for a loaded model, and close it again.
 
-    ``namespace`` defaults to ``model_namespace(model, tenant=tenant)``, ``dtype`` to the model's own
-    number format; ``options`` are those of ``PrefixCache.open``.
+    ``namespace`` defaults to ``model_namespace(model, tenant=tenant)`` as it is at each request. One
+    that is given stands, on your word, for the model as it is now; what changes later is told apart.
+    ``dtype`` defaults to the model's own number format; ``options`` are those of ``PrefixCache.open``.
 
     Raises:
         ConfigError: for an option that there is none of, or something that is no loaded model.
         KVStoreError: as ``PrefixCache.open``.
     """
     _check_opening(model, namespace, tenant, options)
-    with kvstore.PrefixCache.open(
-        path,
-        layout=model_layout(model, dtype=dtype),
-        namespace=model_namespace(model, tenant=tenant) if namespace is None else namespace,
-        **options,
-    ) as cache:
-        yield TransformersAdapter(model, cache)
+    layout = model_layout(model, dtype=dtype)
+    identity = ModelIdentity(model, None if namespace is None else namespace.weights)
+    if namespace is None:
+        namespace = _namespace(model, identity, tenant)
+    with kvstore.PrefixCache.open(path, layout=layout, namespace=namespace, **options) as cache:
+        yield TransformersAdapter(model, cache, identity=identity)
 
 
 def _check_opening(
@@ -152,19 +145,27 @@ def _check_opening(
 class CausalModel:
     """Calls a causal language model one stretch of tokens at a time.
 
+    What a call returns follows from its arguments alone: no request leaves rope tables to the next.
+
     Raises:
         ConfigError: if its forward takes no cache under either of the names that transformers uses.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, ropes: RopeTables | None = None) -> None:
         parameters = inspect.signature(model.forward).parameters
         self._model = model
         self._cache_argument = _cache_argument(parameters)
         # Logits of one row instead of all: with a large vocabulary they outweigh the KV cache.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._ropes = RopeTables(model) if ropes is None else ropes
 
-    def forward(self, tokens: Tokens, past: Cache | None = None) -> NDArray[np.float32]:
+    def forward(
+        self, tokens: Tokens, past: Cache | None = None, length: int | None = None
+    ) -> NDArray[np.float32]:
         """Run ``tokens`` after those in ``past``, which grows by them.
+
+        ``length`` is that of the whole request, which decides its rope tables; by default it ends
+        with ``tokens``.
 
         Shapes:
             returns the last token's logits, float32 ``[vocab]``.
@@ -172,7 +173,8 @@ class CausalModel:
         ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
         cache = DynamicCache(config=self._model.config) if past is None else past
         arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
-        with torch.no_grad():
+        whole = cache.get_seq_length() + len(tokens) if length is None else length
+        with torch.no_grad(), self._ropes.request(whole):
             logits: torch.Tensor = self._model(input_ids=ids, **arguments).logits[0, -1]
         row: NDArray[np.float32] = logits.float().cpu().numpy()
         return row
@@ -233,16 +235,24 @@ class TransformersAdapter:
         *,
         store_wait: float = 1.0,
         on_stage: Callable[[Stage], None] | None = None,
+        identity: ModelIdentity | None = None,
     ) -> None:
         """Bind a model to a cache.
+
+        ``identity`` follows what is done to the model. By default the namespace of ``cache`` stands
+        for the model as it is now.
 
         ``store_wait`` is the most seconds to wait for room in the cache's queue; a server that must
         never wait passes 0, and what finds no room is dropped and counted.
         """
+        _check_whole(model)
         self._model = model
-        self._causal = CausalModel(model)
         self.cache = cache
         """For what the adapter does not do itself: ``flush``, ``stats``, ``scope``."""
+        self._identity = identity or ModelIdentity(model, cache.namespace.weights)
+        self._causal = CausalModel(model, self._identity.ropes)
+        self._runs: WeakKeyDictionary[Cache, _Run] = WeakKeyDictionary()
+        self._warned = False
         self._store_wait = store_wait
         self._on_stage = on_stage
         self._layout = cache.layout
@@ -312,12 +322,12 @@ class TransformersAdapter:
             self._fill(past, WINDOW_KEYS, WINDOW_VALUES, window.rows)
         return past
 
-    def rebuild(self, past: Cache, tokens: Tokens, start: int) -> Cache:
+    def rebuild(self, past: Cache, tokens: Tokens, start: int, length: int | None = None) -> Cache:
         """Return ``past`` with sliding layers rebuilt from a run of ``tokens[start:]``: bounded replay.
 
         ``past`` holds the full-attention layers of all ``tokens``. They are read and stay as they
         are, in the returned KV cache too. A replayed query at ``p`` reads sliding rows of
-        ``[max(start, p - W + 1), p]``.
+        ``[max(start, p - W + 1), p]``. ``length`` is that of the request, ``len(tokens)`` by default.
 
         Cost: one forward over ``len(tokens) - start`` tokens.
         """
@@ -326,7 +336,7 @@ class TransformersAdapter:
         replayed = self._empty(start)
         for layer in full:
             replayed.layers[layer] = StoredLayer(past.layers[layer], start)
-        self._causal.forward(ids[start:], replayed)
+        self._causal.forward(ids[start:], replayed, length)
         layers = list(past.layers)
         for layer in sliding:
             layers[layer] = replayed.layers[layer]
@@ -363,6 +373,12 @@ class TransformersAdapter:
             msg = f"expected a KV cache of {self._layer_count} layers, found {len(past.layers)}"
             raise ValueError(msg)
         layers = [past.layers[layer] for layer in self._layout.group(keys).layers]
+        held = min(int(layer.keys.shape[-2]) for layer in layers)
+        if held < stop:
+            msg = (
+                f"expected {stop} rows of keys in every layer, found {held}: a compressed KV cache?"
+            )
+            raise ValueError(msg)
         return {
             keys: self._pack(self._layout.group(keys), [x.keys for x in layers], start, stop),
             values: self._pack(self._layout.group(values), [x.values for x in layers], start, stop),
@@ -409,17 +425,25 @@ class TransformersAdapter:
         if not len(ids):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
-        made = self._recall(ids) if reuse else _Recalled(self._empty())
+        run = _Run(len(ids), self._identity.weights(len(ids)))
+        made = self._recall(ids, self._scope(run)) if reuse else _Recalled(self._empty())
         past, hit, windows = made.past, made.hit_tokens, []
         if made.replay_tokens:
-            past = self.rebuild(past, ids[:hit], hit - made.replay_tokens)
+            past = self.rebuild(past, ids[:hit], hit - made.replay_tokens, len(ids))
             windows.append(self.snapshot(past, "replay"))
         cut = (len(ids) - 1) // self.cache.block_tokens * self.cache.block_tokens
         if hit < cut:
-            self._causal.forward(ids[hit:cut], past)
+            self._causal.forward(ids[hit:cut], past, len(ids))
             windows += self._boundary(past)
-        logits = self._causal.forward(ids[max(hit, cut) :], past)
+        logits = self._causal.forward(ids[max(hit, cut) :], past, len(ids))
         windows += self._boundary(past)
+        if past.get_seq_length() != len(ids):
+            msg = (
+                f"the model cached {past.get_seq_length()} rows for {len(ids)} tokens, expected one for "
+                "each: rows of its own, such as a soft prompt's, have no token to be found by"
+            )
+            raise ConfigError(msg)
+        self._runs[past] = run
         self._end("forward")
         return Prefilled(past, logits, hit, made.replay_tokens, made.window_source, tuple(windows))
 
@@ -460,14 +484,52 @@ class TransformersAdapter:
         """Offer the cache the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary.
 
         ``windows`` are snapshots at boundaries within ``tokens``, as ``Prefilled.windows`` has them.
+        Entries go where the prefill of ``past`` looked for them. Nothing is stored if the model has
+        changed since, nor tokens that ran under rope tables of other lengths than the prompt's.
+
+        Raises:
+            ValueError: if ``past`` is of no prefill here, and rope tables depend on length.
         """
         ids = as_tokens(tokens)
+        run = self._runs.get(past)
+        if run is None:
+            run = self._foreign(len(ids))
+        elif run.weights != self._identity.weights(run.length):
+            self._warn_changed()
+            blocks = (len(ids) - start) // self.cache.block_tokens
+            return kvstore.Stored(start, present=0, dropped=max(0, blocks))
+        scope = self._scope(run)
+        last = self._identity.ropes.last_under(run.length, len(ids))
         for window in windows:
-            self.cache.put_window(ids, window)
-        whole = len(ids) // self.cache.block_tokens * self.cache.block_tokens
-        end = max(start, whole)
+            if window.stop <= last:
+                scope.put_window(ids, window)
+        end = max(start, last // self.cache.block_tokens * self.cache.block_tokens)
         entries = self.capture(past, start, end)
-        return self.cache.store(ids[:end], entries, start=start, wait=self._store_wait)
+        return scope.store(ids[:end], entries, start=start, wait=self._store_wait)
+
+    def _foreign(self, length: int) -> _Run:
+        """Return what a KV cache made elsewhere is: of the model as it is now."""
+        if self._identity.ropes:
+            msg = (
+                "the model's rope tables depend on the length of a request, and this KV cache is of no "
+                "prefill of this adapter; expected Prefilled.past"
+            )
+            raise ValueError(msg)
+        return _Run(length, self._identity.weights())
+
+    def _scope(self, run: _Run) -> Scope:
+        """Return the part of the cache that holds what a run computes."""
+        if run.weights == self.cache.namespace.weights:
+            return self.cache
+        return self.cache.scope(replace(self.cache.namespace, weights=run.weights))
+
+    def _warn_changed(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "the model changed between a prompt's prefill and its keep, so nothing of it was stored; "
+                "further ones are not reported"
+            )
 
     def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
         """Return the window of a KV cache that ends on a block boundary, if there is one to take."""
@@ -475,14 +537,14 @@ class TransformersAdapter:
             return []
         return [self.snapshot(past)]
 
-    def _recall(self, ids: NDArray[np.uint32]) -> _Recalled:
-        with self.cache.lookup(ids) as match:
+    def _recall(self, ids: NDArray[np.uint32], scope: Scope) -> _Recalled:
+        with scope.lookup(ids) as match:
             self._end("lookup")
             # A bad block shortens what was read and the match with it, down to nothing: then it is
             # all computed again.
-            entries = self.cache.read(match)
+            entries = scope.read(match)
             self._end("read")
-            window = self.cache.window(match) if match.window_hit else None
+            window = scope.window(match) if match.window_hit else None
             hit, replay = match.hit_tokens, match.hit_tokens - match.replay_start
         past = self.restore(entries, window) if hit else self._empty()
         self._end("restore")
@@ -495,6 +557,15 @@ class TransformersAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class _Run:
+    """What the prompt of a KV cache ran under."""
+
+    length: int
+    weights: str
+    """Identity of the model at that time, with the rope tables of that length."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Recalled:
     """What the prefix cache had of a prompt; ``replay_tokens`` of it still have to run again."""
 
@@ -502,6 +573,16 @@ class _Recalled:
     hit_tokens: int = 0
     replay_tokens: int = 0
     window_source: WindowSource = "none"
+
+
+def _check_whole(model: Any) -> None:
+    ranks = getattr(model, "tp_size", None) or 1
+    if ranks > 1:
+        msg = (
+            f"the model is one of {ranks} tensor-parallel ranks and holds some of the heads, expected a "
+            "whole model"
+        )
+        raise ConfigError(msg)
 
 
 def _config(model: Any, dtype: str) -> dict[str, Any]:

@@ -1,0 +1,292 @@
+"""The identity of a transformers model: a digest of everything in it that decides a key or a value.
+
+It knows modules and tensors. It knows no entry and no prefix cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedConfig
+
+from kvstore.engine.rope import RopeTables
+from kvstore.errors import ConfigError
+
+WHOLE = 1024
+"""Numbers of a tensor that are all compared at each request: rope tables, scales, biases."""
+SAMPLES = 32
+"""Numbers of a larger one that are, evenly spread. Each is a miss of the processor's caches: 64 of them
+took half of the time of a request's comparison, for a model of 300 tensors."""
+
+_LABELS = frozenset(
+    {
+        "_commit_hash",
+        "_ep_plan",
+        "_fsdp_plan",
+        "_is_hf_initialized",
+        "_name_or_path",
+        "_pp_plan",
+        "_tp_plan",
+        "_use_kernels",
+        "_weight_conversions",
+        "architectures",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "torch_dtype",
+        "transformers_version",
+        "warnings_issued",
+    }
+)
+"""Attributes that change nothing computed, or say what the parameters say themselves."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_SKIPPED = _LABELS | (frozenset(vars(torch.nn.Module())) - {"training"})
+"""Attributes of a module that are walked apart, or do not decide what is computed forward."""
+_PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, Enum)
+_DENSE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_DEEPEST = 12
+"""Containers within each other that are looked into: none refers to itself for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What decides keys and values, as it is now; equal states compute the same."""
+
+    settings: bytes
+    """Digest of classes, attributes and settings of torch: the same in every process."""
+    stamps: Mapping[str, tuple[object, ...]]
+    """What tells that a tensor has changed, by its name: good in this process."""
+
+
+class ModelIdentity:
+    """A model's identity, which follows what is done to the model.
+
+    ``given`` stands for the model as it is now; without it, every number of the model is read.
+
+    Threads: one thread at a time.
+
+    Raises:
+        ConfigError: if the model cannot be named: some of it is not in memory.
+    """
+
+    def __init__(self, model: Any, given: str | None = None) -> None:
+        self._model = model
+        self.ropes = RopeTables(model)
+        self._digests: dict[str, tuple[object, bytes]] = {}
+        self._given = given
+        self._first = self._last = self._follow(None)
+
+    def weights(self, length: int = 1) -> str:
+        """Return ``Namespace.weights`` of the model as it is now, for a request of ``length`` tokens.
+
+        Follows parameters and buffers, adapters, attributes of modules, the config, hooks, settings
+        of torch, and the rope tables that transformers takes for this length. What it misses is a
+        write past autograd (through ``.data`` or NumPy) to numbers that are not among ``SAMPLES``.
+
+        Cost: without a change one walk of the modules and one copy of the samples, 4 to 10
+            microseconds a module; after one, changed tensors are read whole.
+
+        Raises:
+            ConfigError: if the model is in training mode with dropout: no two runs agree.
+        """
+        self._last = self._follow(self._last)
+        table = self.ropes.digest(length)
+        return self._weights if table == self.ropes.digest(1) else f"{self._weights}+{table.hex()}"
+
+    def _follow(self, last: _State | None) -> _State:
+        """Return the state as it is now, and name it anew if it is not the last one."""
+        self.ropes.reset()
+        state, tensors = _read(self._model)
+        if last is None and self._given is not None:
+            self._weights = self._given
+        elif state != last:
+            self._weights = self._name(state, tensors)
+        return state
+
+    def _name(self, state: _State, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Return the name of a state: of all tensors, or of what has changed since the name given."""
+        if self._given is not None and state == self._first:
+            return self._given
+        digest = hashlib.sha256(b"kvstore.model.3" + state.settings)
+        for name, stamp in sorted(state.stamps.items()):
+            if self._given is None or self._first.stamps.get(name) != stamp:
+                content = self._content(name, stamp, tensors[name])
+                digest.update(f"{len(name)}:{name}".encode() + content)
+        found = digest.hexdigest()
+        return found if self._given is None else f"{self._given}+{found}"
+
+    def _content(self, name: str, stamp: object, tensor: torch.Tensor) -> bytes:
+        """Return a digest of a tensor, read only if it is not as it was last time."""
+        known, content = self._digests.get(name, (None, b""))
+        if known != stamp:
+            content = _content(name, tensor)
+            self._digests[name] = (stamp, content)
+        return content
+
+
+@torch.no_grad()
+def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
+    """Return the state of a model, and its tensors by the names that the state has."""
+    tensors: dict[str, torch.Tensor] = {}
+    lines = [f"transformers {transformers.__version__}", *_torch_settings(model)]
+    describe = _Description(tensors).of
+    for name, module in model.named_modules():
+        _check_dropout(name, module)
+        lines.append(f"{name} {_name_of(type(module))}")
+        named = {**module._parameters, **module._buffers}  # noqa: SLF001 - cheaper than the methods
+        for key, tensor in named.items():
+            if tensor is not None:
+                tensors[f"{name}.{key}"] = tensor
+        values = vars(module)
+        for key in sorted(values.keys() - _SKIPPED):
+            lines += (f"{key}={describe(values[key], f'{name}.{key}')}",)
+        for key in _HOOKS:
+            if values[key]:  # numbered through a process: their order is what counts
+                lines += (f"{key}={describe(list(values[key].values()), f'{name}.{key}')}",)
+    parts = dict(part for name, tensor in tensors.items() for part in _flat(name, tensor))
+    settings = hashlib.sha256("\n".join(lines).encode()).digest()
+    return _State(settings, _stamps(parts)), parts
+
+
+def _torch_settings(model: Any) -> Iterator[str]:
+    """Yield settings of torch that choose dtypes or kernels. The machine is not one of them."""
+    device = model.device.type
+    yield f"autocast {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
+    yield f"default {torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
+    cuda = torch.backends.cuda
+    sdp = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
+    yield f"sdp {[is_enabled() for is_enabled in (*sdp, cuda.cudnn_sdp_enabled)]}"
+    yield f"mkldnn {torch.backends.mkldnn.enabled} {torch.are_deterministic_algorithms_enabled()}"
+
+
+def _check_dropout(name: str, module: Any) -> None:
+    if not module.training:
+        return
+    rates = [module.p] if isinstance(module, _DropoutNd) else []
+    rates += [getattr(module, "attention_dropout", 0)]
+    if any(isinstance(rate, float) and rate > 0 for rate in rates):
+        msg = (
+            f"{name or type(module).__name__} is in training mode with dropout {max(rates)}, so no two "
+            "runs compute the same keys and values; call model.eval() first"
+        )
+        raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """Turns values into text that says what they decide, and gathers the tensors among them."""
+
+    tensors: dict[str, torch.Tensor]
+    seen: dict[int, str] = field(default_factory=dict)
+    """Configs and functions by where they lie: one config stands in every layer."""
+
+    def of(self, value: Any, name: str, depth: int = 0) -> str:
+        known = self.seen.get(id(value))  # first: a config answers isinstance slowly
+        if known is not None:
+            return known
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = value
+            return "tensor"
+        if depth == _DEEPEST or isinstance(value, torch.nn.Module | ModuleType):
+            return _name_of(type(value))
+        if isinstance(value, dict):
+            items = {str(k): v for k, v in value.items() if k not in _LABELS}
+            return repr({k: self.of(items[k], f"{name}.{k}", depth + 1) for k in sorted(items)})
+        if isinstance(value, list | tuple):
+            return repr([self.of(v, f"{name}.{i}", depth + 1) for i, v in enumerate(value)])
+        if isinstance(value, set | frozenset):
+            return repr(sorted(map(str, value)))
+        self.seen[id(value)] = text = _name_of(type(value))
+        if isinstance(value, PreTrainedConfig) or is_dataclass(value):
+            text += self.of(vars(value), name, depth)
+        elif callable(value):
+            text = self._of_function(value, name, depth)
+        self.seen[id(value)] = text
+        return text
+
+    def _of_function(self, value: Any, name: str, depth: int) -> str:
+        """Return a function with the values that it closes over, or is bound to."""
+        inner = getattr(value, "__func__", getattr(value, "func", value))
+        code = getattr(inner, "__code__", None)
+        cells = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+        owner = getattr(value, "__self__", None)
+        held = owner if isinstance(owner, torch.nn.Module | ModuleType) else vars(owner or value)
+        bound = [getattr(inner, "__defaults__", None), getattr(value, "args", None), cells, held]
+        text = "" if code is None else hashlib.sha256(code.co_code).hexdigest()
+        return f"{_name_of(inner)} {text} {self.of(bound, name, depth)}"
+
+
+def _name_of(kind: Any) -> str:
+    found = kind if hasattr(kind, "__qualname__") else type(kind)
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _flat(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the plain tensors that a tensor consists of: quantised ones have several."""
+    if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
+        return [(name, tensor)]
+    inner, context = tensor.__tensor_flatten__()
+    kind = f"{name}<{_name_of(type(tensor))} {context}>"
+    return [part for key in inner for part in _flat(f"{kind}.{key}", getattr(tensor, key))]
+
+
+def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
+    """Return for each tensor what differs after a change of it.
+
+    A small one is its numbers. A large one is where it lies, how often autograd saw it written, and
+    a sample.
+    """
+    samples: dict[object, list[torch.Tensor]] = defaultdict(list)
+    owners: dict[object, list[tuple[str, int]]] = defaultdict(list)
+    stamps: dict[str, tuple[object, ...]] = {}
+    for name, tensor in tensors.items():
+        kind, count = (tensor.dtype, tensor.device), tensor.numel()
+        stamps[name] = (*kind, tensor.shape)
+        if count > WHOLE:
+            written = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+            stamps[name] += (tensor.data_ptr(), written)
+        if count and not tensor.is_meta:
+            samples[kind].append(_sample(tensor, count))
+            owners[kind].append((name, len(samples[kind][-1])))
+    for kind, parts in samples.items():
+        joined = torch.cat(parts).cpu().view(torch.uint8).numpy()  # one copy for all of a device
+        at, size = 0, len(joined) // sum(map(len, parts))
+        for name, count in owners[kind]:
+            stamps[name] += (joined[at : at + count * size].tobytes(),)
+            at += count * size
+    return stamps
+
+
+def _sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the numbers of a tensor, or some of a large one: a view, if it is dense."""
+    step = 1 if count <= WHOLE else count // SAMPLES
+    if tensor.is_contiguous():
+        return tensor.as_strided((-(-count // step),), (step,))
+    return tensor.reshape(-1)[::step]
+
+
+def _content(name: str, tensor: torch.Tensor) -> bytes:
+    """Return a digest of all numbers of a tensor, with its type and shape."""
+    if tensor.is_meta:
+        msg = (
+            f"{name} is not in memory (offloaded), expected every parameter of the model there; load "
+            "the model without offloading, or give a namespace whose weights name it"
+        )
+        raise ConfigError(msg)
+    kind = f"{tensor.dtype}{list(tensor.shape)}".encode()
+    if not tensor.numel():
+        return kind
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return kind + xxhash.xxh3_128_digest(flat.numpy())

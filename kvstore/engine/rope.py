@@ -1,0 +1,173 @@
+"""Rope tables that transformers chooses by length: ``longrope`` and ``dynamic``.
+
+Transformers chooses by the last position of one call and, for ``dynamic``, by calls before it. A
+prefill in pieces would rotate its keys by several tables, and one request would leave its table to the
+next. Here a request runs under one table: that of a fresh model that is given the whole request at
+once.
+
+It knows modules of transformers. It knows no entry and no prefix cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import dynamic_rope_update
+
+from kvstore.errors import ConfigError
+
+
+@dynamic_rope_update  # type: ignore[untyped-decorator]
+def _update(*_: object, **__: object) -> None:
+    """Let a rope module choose its table as transformers does, without the rotation that follows."""
+
+
+def _by_length(rope_type: object) -> bool:
+    """Say whether transformers changes the tables of this type as it runs."""
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+class RopeTables:
+    """The rope modules of a model whose tables depend on length; none, for most models.
+
+    Raises:
+        ConfigError: if its config asks for such tables and no module of transformers' kind has them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._parts: list[tuple[Any, str | None]] = []
+        for module in model.modules():
+            found = getattr(module, "rope_type", None)
+            kinds = found if isinstance(found, dict) else {None: found}
+            is_known = hasattr(type(module).forward, "__wrapped__")
+            self._parts += [
+                (module, layer_type)
+                for layer_type, kind in kinds.items()
+                if _by_length(kind) and is_known
+            ]
+        for module, layer_type in self._parts:
+            _settle(module, layer_type)
+        asked = _rope_types(model.config.to_dict())
+        if not self._parts and any(map(_by_length, asked)):
+            msg = (
+                f"rope types {sorted(asked)} depend on length, and no module of "
+                f"{type(model).__name__} chooses its table as transformers does; expected one whose "
+                "forward is decorated by dynamic_rope_update"
+            )
+            raise ConfigError(msg)
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def reset(self) -> None:
+        """Put every module where it was before its first request."""
+        for module, layer_type in self._parts:
+            _choose(module, layer_type, 1)
+
+    def digest(self, length: int) -> bytes:
+        """Return a digest of the tables of a request of ``length`` tokens; empty without any.
+
+        Cost: some tens of microseconds for each module.
+        """
+        if not self._parts:
+            return b""
+        digest = hashlib.sha256(b"kvstore.rope.1")
+        for module, layer_type in self._parts:
+            _choose(module, layer_type, 1)
+            _choose(module, layer_type, length)
+            table = getattr(module, _table_name(layer_type))
+            digest.update(table.detach().double().cpu().numpy().tobytes())
+            digest.update(repr(getattr(module, "attention_scaling", None)).encode())
+        self.reset()
+        return digest.digest()
+
+    def last_under(self, length: int, most: int) -> int:
+        """Return up to which length, at most ``most``, a request of ``length`` keeps its tables.
+
+        A table that is left is never come back to: lengths only grow.
+
+        Cost: two digests, or some twenty where the table is left.
+        """
+        if most <= length or not self._parts:
+            return most
+        table = self.digest(length)
+        if self.digest(most) == table:
+            return most
+        kept, left = length, most
+        while left - kept > 1:
+            middle = (kept + left) // 2
+            kept, left = (middle, left) if self.digest(middle) == table else (kept, middle)
+        return kept
+
+    @contextmanager
+    def request(self, length: int) -> Iterator[None]:
+        """Within it, calls of the model take the tables of a request of ``length`` tokens.
+
+        The modules are asked as though the request's last token was part of each call.
+        """
+
+        def ask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x, positions, *rest = (*args, *(kwargs.pop(n) for n in _NAMES if n in kwargs))
+            layer_type = rest[0] if rest else None
+            _choose(module, layer_type, 1)
+            last = positions.new_full((*positions.shape[:-1], 1), length - 1)
+            return (x, torch.cat([positions, last], dim=-1), *rest), kwargs
+
+        def answer(_module: Any, _args: Any, rotation: Any) -> Any:
+            if isinstance(rotation, torch.Tensor):
+                return rotation[..., :-1, :]
+            return tuple(part[..., :-1, :] for part in rotation)
+
+        with ExitStack() as stack:
+            for module in {id(module): module for module, _ in self._parts}.values():
+                handles = (
+                    module.register_forward_pre_hook(ask, with_kwargs=True),
+                    module.register_forward_hook(answer),
+                )
+                for handle in handles:
+                    stack.callback(handle.remove)
+            yield
+
+
+_NAMES = ("x", "position_ids", "layer_type")
+"""Arguments of a rope module's forward, in order."""
+
+
+def _choose(module: Any, layer_type: str | None, length: int) -> None:
+    """Let a module choose its table as for a call whose last token is number ``length - 1``.
+
+    Of length 1 it goes back to what it started with.
+    """
+    device = next(module.buffers()).device
+    positions = torch.tensor([[length - 1]], device=device)
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    with torch.no_grad():
+        _update(module, positions, positions, **arguments)
+
+
+def _settle(module: Any, layer_type: str | None) -> None:
+    """Let a module have what transformers gives it when a table first changes, and its table again.
+
+    So what a request leaves behind is what the one before it left.
+    """
+    _choose(module, layer_type, 1)
+    table = getattr(module, _table_name(layer_type)).clone()
+    _choose(module, layer_type, getattr(module, "original_max_seq_len", 0) + 1)
+    _choose(module, layer_type, 1)
+    module.register_buffer(_table_name(layer_type), table, persistent=False)
+
+
+def _table_name(layer_type: str | None) -> str:
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return every rope type that a config names, at any depth."""
+    if not isinstance(config, dict):
+        return set()
+    found = {config["rope_type"]} if isinstance(config.get("rope_type"), str) else set()
+    return found.union(*map(_rope_types, config.values()))
