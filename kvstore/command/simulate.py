@@ -200,15 +200,20 @@ def simulate(
 
 
 def _check(given: _Given) -> None:
-    """Refuse what no trace could make right, before one is read."""
+    """Refuse what no trace could make right, before one is read.
+
+    Numbers below 2**-60 are no more than rounding, and their quotients are not finite.
+    """
+    from kvstore.trace.fields import shown
+
     for name, number in (
         ("--block-size", given.block_size or None),
         ("--bytes-per-token", given.bytes_per_token),
         ("--prefill-tps", given.prefill_tps),
         ("--window-tokens", given.window_tokens),
     ):
-        if number is not None and not 0 < number < 2**60:  # NaN is not
-            msg = f"{name} must be above 0 and below 2**60, found {number}"
+        if number is not None and not 2**-60 <= number < 2**60:  # NaN is not
+            msg = f"{name} must be above 0 and below 2**60, found {shown(number)}"
             raise ValueError(msg)
     for name, text in (("--policy", given.policy), ("--size", given.size)):
         if not _names(text):
