@@ -26,7 +26,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from bench.replay_quality import (
     MILLIBITS,
     SCORED_TOKENS,
     SEED,
+    Answer,
     Bench,
     Context,
     Interval,
@@ -136,6 +137,20 @@ def conversations(text: NDArray[np.uint8], count: int, turns: int = TURNS) -> li
     return found
 
 
+def answered(
+    bench: Bench, conversation: Conversation
+) -> Iterator[tuple[Context, SequenceState, dict[str, Answer]]]:
+    """Yield each turn with the cold run's sequence and what every way makes of it."""
+    ways, chains = ways_of(bench.config), chains_of(bench.config)
+    turns = conversation.turns
+    cold = bench.cold(turns[-1])
+    sources: dict[str, SequenceState] = {}
+    for turn in turns:
+        answers = bench.answers(turn, ways, cold, sources)
+        yield turn, cold.state, answers
+        sources = {way.name: answers[way.name].state for way in chains}
+
+
 def converse(bench: Bench, conversation: Conversation) -> dict[str, Any]:
     """Return each way's measures by turn: means of its scored tokens, and of its stored bytes.
 
@@ -144,24 +159,18 @@ def converse(bench: Bench, conversation: Conversation) -> dict[str, Any]:
         scored token under ``first_loss`` and ``first_kl``. Chains have their KL beside once as
         ``moved_kl``; exact ones have no once, and are beside the cold run.
     """
-    ways = ways_of(bench.config)
-    chains = chains_of(bench.config)
+    ways, chains = ways_of(bench.config), chains_of(bench.config)
     moved = [
         way if way.is_exact else dataclasses.replace(way, beside=way.name + ONCE) for way in chains
     ]
-    turns = conversation.turns
-    cold = bench.cold(turns[-1])
-    sources: dict[str, SequenceState] = {}
     found: dict[str, dict[str, list[float]]] = {way.name: {} for way in ways}
-    for turn in turns:
-        answers = bench.answers(turn, ways, cold, sources)
+    for turn, cold, answers in answered(bench, conversation):
         logits = {name: answer.logits for name, answer in answers.items()}
         scores, beside_once = score(turn, ways, logits), score(turn, moved, logits)
-        sources = {way.name: answers[way.name].state for way in chains}
         for way in ways:
             means = {name: float(np.mean(scores[way.name][name])) for name in MEASURES}
             means |= {f"first_{name}": scores[way.name][name][0] for name in ("loss", "kl")}
-            means["changed"] = changed(answers[way.name].state, cold.state, turn)
+            means["changed"] = changed(answers[way.name].state, cold, turn)
             if way in chains:
                 means["moved_kl"] = float(np.mean(beside_once[way.name]["kl"]))
             for name, value in means.items():
@@ -224,9 +233,10 @@ def near_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict
     """Return the figures of every way right after a hit, from what each context gave."""
     found = {}
     for way in ways:
-        own, cold = ({
-            name: np.array([row["ways"][which][name] for row in rows]) for name in MEASURES
-        } for which in (way.name, way.beside))  # fmt: skip
+        own, cold = (
+            {name: np.array([row["ways"][which][name] for row in rows]) for name in MEASURES}
+            for which in (way.name, way.beside)
+        )
         worse = own["loss"] - cold["loss"]
         figures = Near(
             loss_increase=interval(worse.mean(axis=1)),

@@ -209,6 +209,7 @@ class Bench:
         config, weights = load_model(model, tables, dtype)
         self.config = config
         self.weights = weights
+        self.tables = tables
         self.ways = ways_of(config)
         self.dtype = dtype
         self._models: dict[bool, ReferenceModel] = {}
