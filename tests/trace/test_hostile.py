@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,18 @@ def test_blank_lines_before_the_first_record_are_counted(tmp_path: Path) -> None
         read(path)
     path.write_text("\n" * 100 + json.dumps(MOONCAKE))
     assert len(read(path)) == 1
+
+
+def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = (LOGS / "mooncake_toolagent.jsonl").read_text()
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    status, out, _ = run(capsys, "simulate", pipe, "--policy", "lru", "--size", "50%", "--json")
+    writer.join()
+    assert (status, json.loads(out)["trace"]["requests"]) == (0, 4)
+    assert json.loads(out)["trace"]["sha256"] is None
 
 
 def test_lengths_that_overflow_a_sum_are_refused(tmp_path: Path) -> None:
