@@ -25,10 +25,10 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from kvstore.reference.engine import ReferenceEngine
 from kvstore.reference.model import ReferenceModel
 from kvstore.reference.residual import Streams
 from kvstore.reference.state import Chunk, Floors, SequenceState, rows_of
+
+T = TypeVar("T")
 
 REPLAYED = (0, 16, 32, 64, 128, 256, 512)
 HITS = range(512, 640, 2)
@@ -146,14 +148,21 @@ class Context:
         """Tokens before those that are scored."""
         return self.hit + self.suffix
 
+    @property
+    def scored(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - self.prompt
 
-def contexts(text: NDArray[np.uint8], count: int) -> list[Context]:
+
+def contexts(
+    text: NDArray[np.uint8], count: int, suffixes: Sequence[int] = SUFFIXES
+) -> list[Context]:
     """Return contexts spread evenly over a text; no two overlap.
 
     Raises:
         ValueError: if the text is too short for as many.
     """
-    longest = HITS[-1] + SUFFIXES[-1] + SCORED_TOKENS
+    longest = HITS[-1] + max(suffixes) + SCORED_TOKENS
     stride = len(text) // count
     if stride < longest:
         msg = f"{count} contexts of {longest} tokens need {count * longest:,} bytes of text, found {len(text):,}"
@@ -161,7 +170,7 @@ def contexts(text: NDArray[np.uint8], count: int) -> list[Context]:
     rng = np.random.default_rng(SEED)
     found = []
     for number in range(count):
-        hit, suffix = int(rng.choice(HITS)), int(rng.choice(SUFFIXES))
+        hit, suffix = int(rng.choice(HITS)), int(rng.choice(suffixes))
         start = number * stride
         tokens = text[start : start + hit + suffix + SCORED_TOKENS].astype(np.uint32)
         found.append(Context(tokens, hit, suffix))
@@ -181,6 +190,18 @@ class Run:
     encoded: Streams
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one way made of a context.
+
+    Shapes:
+        logits ``[scored, vocab]``.
+    """
+
+    state: SequenceState
+    logits: Tensor
+
+
 class Bench:
     """Runs one context in every way. It has the model twice: with entries in FP4 and in BF16."""
 
@@ -188,6 +209,7 @@ class Bench:
         config, weights = load_model(model, tables, dtype)
         self.config = config
         self.weights = weights
+        self.tables = tables
         self.ways = ways_of(config)
         self.dtype = dtype
         self._models: dict[bool, ReferenceModel] = {}
@@ -197,21 +219,39 @@ class Bench:
             self._models[is_bf16] = engine.model
 
     def logits(self, context: Context, ways: Sequence[Way]) -> dict[str, Tensor]:
-        """Return what each way says of the scored tokens, ``[SCORED_TOKENS, vocab]``."""
+        """Return what each way says of the scored tokens, ``[scored, vocab]``."""
         found = {}
-        for is_bf16, model in self._models.items():
+        for is_bf16 in self._models:
             chosen = [way for way in ways if way.is_bf16 == is_bf16]
             if chosen:
-                found.update(self._run(model, context, chosen))
+                cold = self.cold(context, is_bf16=is_bf16)
+                answers = self.answers(context, chosen, cold, {})
+                found.update({name: answer.logits for name, answer in answers.items()})
         return found
 
-    def _run(
-        self, model: ReferenceModel, context: Context, ways: Sequence[Way]
-    ) -> dict[str, Tensor]:
-        cold_state = self._state(model, context, Floors.replay(0, 1))
-        (cold,) = self._encode(model, [cold_state])
+    def cold(self, context: Context, *, is_bf16: bool = False) -> Run:
+        """Run all of a context through the encoder."""
+        state = self._state(self._models[is_bf16], context, Floors.replay(0, 1))
+        (run,) = self._encode(self._models[is_bf16], [state])
+        return run
+
+    def answers(
+        self,
+        context: Context,
+        ways: Sequence[Way],
+        cold: Run,
+        sources: Mapping[str, SequenceState],
+    ) -> dict[str, Answer]:
+        """Return what each way makes of a context; all have entries of one format.
+
+        ``cold`` ran the context's tokens, and maybe more. ``sources`` names the sequence that a way
+        takes the hit's entries and window from, where that is another than the cold run.
+        """
+        model = self._models[ways[0].is_bf16]
         warm = [way for way in ways if way.encoder is not None or way.pool is not None]
-        states = [self._restored(model, context, cold_state, way) for way in warm]
+        states = [
+            self._restored(model, context, sources.get(way.name, cold.state), way) for way in warm
+        ]
         encoded = dict(zip((way.name for way in warm), self._encode(model, states), strict=True))
         chunks, tails = [], []
         for way in ways:
@@ -220,19 +260,24 @@ class Bench:
             if way.name not in encoded:
                 # Decoder windows of its own, over the same entries.
                 state = self._state(model, context, Floors.replay(0, 1))
-                state.entries = cold_state.entries
+                state.entries = cold.state.entries
             kept = context.prompt if way.decoder is None else max(1, way.decoder)
             # No row can run for which there is no encoder output.
             state.decoder_floor = max(run.start, context.prompt - kept)
             chunks.append(Chunk(state, state.decoder_floor, len(context.tokens)))
-            tails.append(run.encoded.rows(state.decoder_floor - run.start, None))
+            tails.append(
+                run.encoded.rows(chunks[-1].start - run.start, chunks[-1].stop - run.start)
+            )
         decoded = model.decode(Streams.join(tails), chunks)
         # The row before a token says what it will be.
         scored = [
-            decoded.rows(own.stop - SCORED_TOKENS - 1, own.stop - 1) for _, own in rows_of(chunks)
+            decoded.rows(own.stop - context.scored - 1, own.stop - 1) for _, own in rows_of(chunks)
         ]
-        logits = model.logits(Streams.join(scored)).split(SCORED_TOKENS)  # type: ignore[no-untyped-call]
-        return dict(zip((way.name for way in ways), logits, strict=True))
+        logits = model.logits(Streams.join(scored)).split(context.scored)  # type: ignore[no-untyped-call]
+        return {
+            way.name: Answer(chunk.state, own)
+            for way, chunk, own in zip(ways, chunks, logits, strict=True)
+        }
 
     def _encode(self, model: ReferenceModel, states: Sequence[SequenceState]) -> list[Run]:
         """Run the encoder over all states in one pass, each from its start."""
@@ -246,9 +291,9 @@ class Bench:
         ]
 
     def _restored(
-        self, model: ReferenceModel, context: Context, cold: SequenceState, way: Way
+        self, model: ReferenceModel, context: Context, source: SequenceState, way: Way
     ) -> SequenceState:
-        """Return a sequence that has the hit's entries, and its window if the pool does."""
+        """Return a sequence with the source's entries of the hit, and its window if the way pools it."""
         hit, window = context.hit, self.config.sliding_window
         if way.pool is None:
             assert way.encoder is not None
@@ -262,8 +307,8 @@ class Bench:
                 window_write_floor=hit,
             )
             state = self._state(model, context, floors)
-            state.restore_window(cold.snapshot(hit - way.pool, hit, "engine"))
-        state.entries.restore(cold.entries.export(0, hit), hit)
+            state.restore_window(source.snapshot(hit - way.pool, hit, "engine"))
+        state.entries.restore(source.entries.export(0, hit), hit)
         return state
 
     def _state(self, model: ReferenceModel, context: Context, floors: Floors) -> SequenceState:
@@ -281,9 +326,9 @@ def score(context: Context, ways: Sequence[Way], logits: Mapping[str, Tensor]) -
     """Return each way's measures at each scored token, in bits and in tokens.
 
     Shapes:
-        returns, by way and measure, ``SCORED_TOKENS`` numbers.
+        returns, by way and measure, a number for each scored token.
     """
-    targets = torch.from_numpy(context.tokens[-SCORED_TOKENS:].astype(np.int64))[:, None]
+    targets = torch.from_numpy(context.tokens[context.prompt :].astype(np.int64))[:, None]
     said = {name: one.double().log_softmax(dim=1) / math.log(2) for name, one in logits.items()}
     found = {}
     for way in ways:
@@ -383,30 +428,43 @@ def exact_differences(bench: Bench, chosen: Sequence[Context]) -> dict[str, floa
 
 
 def measured(
-    bench: Bench, chosen: Sequence[Context], stored: Path, digest: str
+    bench: Bench, chosen: Sequence[Context], stored: Path, digest: str, ways: Sequence[Way] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each context gives; contexts that were measured before come from ``stored``."""
+    """Yield what each context gives, by default in all ways; known ones come from ``stored``."""
+    ways = ways or bench.ways
+
+    def measure(context: Context) -> dict[str, Any]:
+        scores = score(context, ways, bench.logits(context, ways))
+        return {"hit": context.hit, "suffix": context.suffix, "ways": scores}
+
+    keys = [
+        f"{digest} {context.hit} {context.suffix} {tuple(ways)}".encode() + context.tokens.tobytes()
+        for context in chosen
+    ]
+    return remembered(measure, chosen, keys, stored)
+
+
+def remembered(
+    measure: Callable[[T], dict[str, Any]],
+    chosen: Sequence[T],
+    keys: Sequence[bytes],
+    stored: Path,
+) -> Iterator[dict[str, Any]]:
+    """Yield what ``measure`` gives for each; what was measured before comes from a file of JSON lines.
+
+    ``keys`` says all that decides what each gives.
+    """
     known = {}
     if stored.exists():
         for line in stored.read_text().splitlines():
             row = json.loads(line)
             known[row["key"]] = row
     with stored.open("a") as file, torch.inference_mode():
-        for number, context in enumerate(chosen):
-            key = hashlib.sha256(
-                f"{digest} {context.hit} {context.suffix} {bench.ways}".encode()
-                + context.tokens.tobytes()
-            ).hexdigest()
+        for number, (one, content) in enumerate(zip(chosen, keys, strict=True)):
+            key = hashlib.sha256(content).hexdigest()
             row = known.get(key)
             if row is None:
-                scores = score(context, bench.ways, bench.logits(context, bench.ways))
-                row = {
-                    "key": key,
-                    "number": number,
-                    "hit": context.hit,
-                    "suffix": context.suffix,
-                    "ways": scores,
-                }
+                row = {"key": key, "number": number, **measure(one)}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
             yield row

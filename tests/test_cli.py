@@ -340,12 +340,62 @@ def test_the_command_that_is_recommended_shows_what_it_recommends(
     words = shlex.split(wanted["command"])
     assert words[:2] == ["kvstore", "simulate"]
     again = json.loads(printed(capsys, *words[1:], "--json"))
-    assert [row["size_blocks"] for row in again["rows"]] == [wanted["sizes"]["90%"]]
+    choice = wanted["choice"]
     row, ceiling = again["rows"][0], again["ceiling"]
+    assert len(again["rows"]) == 1
+    for field in ("policy", "size_blocks", "prefix_token_hit_ratio"):
+        assert row[field] == choice[field]
     assert row["prefix_hit_ratio"] >= 0.9 * ceiling["prefix_hit_ratio"]
     assert again["hierarchies"][0] == found["hierarchies"][0]
     assert again["window_pool"]["ttl_seconds"] == wanted["window"]["ttl_seconds"]
     assert again["window_pool"]["kept"] == wanted["window"]["kept"]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--semantics", "flat"], ["--request-share", "0.4"], ["--warmup", "0.5"]]
+)
+@pytest.mark.parametrize("policy", ["lru,lfu,s3fifo,optimal", "s3fifo", "optimal"])
+def test_table_json_and_page_have_one_decision_and_its_command(
+    words: list[str], policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = tmp_path / "t", tmp_path / "page"
+    write_hot_and_once(path)
+    given = [] if "flat" in words and policy.endswith("optimal") else ["--policy", policy]
+    given = given or ["--policy", "lru,s3fifo"]
+    arguments = [path, *given, "--size", "20b,50%", *words]
+    found = json.loads(printed(capsys, "simulate", *arguments, "--json"))
+    choice, command = found["recommendation"]["choice"], found["recommendation"]["command"]
+    again = json.loads(printed(capsys, *shlex.split(command)[1:], "--json"))
+    (row,) = again["rows"]
+    assert (row["policy"], row["size_blocks"]) == (choice["policy"], choice["size_blocks"])
+    assert row["prefix_token_hit_ratio"] == choice["prefix_token_hit_ratio"]
+    assert row["prefix_hit_ratio"] == pytest.approx(
+        choice["share_of_ceiling"] * again["ceiling"]["prefix_hit_ratio"]
+    )
+    assert choice["share_of_ceiling"] >= 0.9
+    table = printed(capsys, "simulate", *arguments, "--html", page)
+    (line,) = (line for line in table.splitlines() if line.startswith("- use "))
+    size = f"{choice['size_blocks']:,} blocks"
+    assert line.startswith(f"- use {choice['policy']} with {size}")
+    assert command in table
+    html = page.read_text()
+    assert f"use {choice['policy']} with {size}" in html
+    assert f"Size of {choice['policy']}" in html
+    for words_before in ("was not among them", "on average", "is the policy to use"):
+        assert words_before not in table + html
+
+
+def write_hot_and_once(path: Path) -> None:
+    """Four prompts that come again and again, and between them what comes once."""
+    rows = []
+    for number in range(300):
+        ids = [10 * (number % 12 // 3) + each for each in range(3)]
+        if number % 3:
+            ids = [1000 + 10 * number + each for each in range(4)]
+        rows.append(
+            {"timestamp": number, "input_length": 4 * len(ids), "hash_ids": ids, "block_size": 4}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_a_curve_has_twelve_sizes(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

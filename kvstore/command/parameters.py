@@ -18,6 +18,6 @@ Unchained = Annotated[
     Parameter(help="Refuse ids that name blocks and not prefixes, or make them names of prefixes."),
 ]
 FormatOption = Annotated[
-    Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure"],
+    Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure", "burstgpt"],
     Parameter(name="--format", help="Format of the trace; auto recognises it."),
 ]

@@ -47,6 +47,7 @@ class _Given:
     unchained: Literal["refuse", "rekey"]
     tier: tuple[str, ...]
     exclusive: bool
+    request_share: float | None
     model: str | None
     bytes_per_token: float | None
     prefill_tps: float | None
@@ -74,6 +75,7 @@ def simulate(
     unchained: Unchained = "refuse",
     tier: Texts = (),
     exclusive: Annotated[bool, Parameter(negative="--inclusive")] = False,
+    request_share: float | None = None,
     model: str | None = None,
     bytes_per_token: float | None = None,
     prefill_tps: float | None = None,
@@ -112,6 +114,9 @@ def simulate(
         device=64GiB@200GB/s or ssd=1TiB@3GB/s,write=on-evict. More settings: latency=100us, policy=arc.
     exclusive
         Keep a block in one tier alone; --inclusive lets the lower ones keep it too.
+    request_share
+        Share of the cache, and of each tier, that one request may take: what is longer keeps its head.
+        By default a request may take all, as in other simulators.
     model
         A preset's name or the path of a config.json, for bytes and windows.
     bytes_per_token
@@ -158,6 +163,7 @@ def simulate(
         unchained=unchained,
         tier=tier,
         exclusive=exclusive,
+        request_share=request_share,
         model=model,
         bytes_per_token=bytes_per_token,
         prefill_tps=prefill_tps,
@@ -200,20 +206,28 @@ def simulate(
 
 
 def _check(given: _Given) -> None:
-    """Refuse what no trace could make right, before one is read."""
+    """Refuse what no trace could make right, before one is read.
+
+    Numbers below 2**-60 are no more than rounding, and their quotients are not finite.
+    """
+    from kvstore.trace.fields import shown
+
     for name, number in (
         ("--block-size", given.block_size or None),
         ("--bytes-per-token", given.bytes_per_token),
         ("--prefill-tps", given.prefill_tps),
         ("--window-tokens", given.window_tokens),
     ):
-        if number is not None and not 0 < number < 2**60:  # NaN is not
-            msg = f"{name} must be above 0 and below 2**60, found {number}"
+        if number is not None and not 2**-60 <= number < 2**60:  # NaN is not
+            msg = f"{name} must be above 0 and below 2**60, found {shown(number)}"
             raise ValueError(msg)
     for name, text in (("--policy", given.policy), ("--size", given.size)):
         if not _names(text):
             msg = f"{name} names nothing, found {text!r}"
             raise ValueError(msg)
+    if given.request_share is not None and not 0 < given.request_share <= 1:
+        msg = f"--request-share must be above 0 and at most 1, found {given.request_share}"
+        raise ValueError(msg)
     if given.model is not None and given.bytes_per_token is not None:
         msg = f"--model {given.model} has bytes of its own, found --bytes-per-token beside it"
         raise ValueError(msg)
@@ -231,7 +245,7 @@ def _report(trace: Trace, given: _Given, jobs: int) -> dict[str, Any]:
     from kvstore.simulate.report import report
     from kvstore.simulate.run import Simulation
 
-    simulation = Simulation(trace)
+    simulation = Simulation(trace, given.request_share)
     question = _question(simulation, given)
     with _spread(simulation, jobs) as each:
         return report(simulation, question, each=each, progress=progress())
@@ -300,11 +314,10 @@ def _names(text: str) -> list[str]:
 
 
 def _advised(path: Path, given: _Given, advice: Mapping[str, Any]) -> str:
-    """Return the command whose row shows what is recommended."""
-    changed = {"policy": advice["policy"]}
-    blocks = next((each for each in advice["sizes"].values() if each is not None), None)
-    if blocks is not None:
-        changed["size"] = f"{blocks}b"
+    """Return the command whose row shows what is recommended: prefixes, as the decision is about them."""
+    changed = {"policy": advice["policy"], "semantics": "prefix"}
+    if advice["choice"] is not None:
+        changed["size"] = f"{advice['choice']['size_blocks']}b"
     if "window" in advice:
         changed["window_ttl"] = f"{advice['window']['ttl_seconds']:g}s"
     return _command(path, given, changed)
@@ -404,12 +417,24 @@ def _write_simulation(found: Mapping[str, Any]) -> None:
     write_line(f"{name}: what was hit, as a share of what was asked")
     write_table(["policy", "blocks", *_SHARES], rows)
     advice = found["recommendation"]
+    if (choice := advice["choice"]) is not None:
+        size = "" if choice["size_bytes"] is None else f", {_bytes(choice['size_bytes'])}"
+        chosen = [
+            (
+                choice["policy"],
+                f"{choice['size_blocks']:,}{size}",
+                f"{choice['prefix_token_hit_ratio']:.2%}",
+            )
+        ]
+        chosen += [(name, "the same", f"{ratio:.2%}") for name, ratio in choice["others"].items()]
+        write_table(["recommended first", "blocks", "tokens hit"], chosen)
     sizes = [
         (f"{share} of the ceiling", f"{blocks:,}" if blocks is not None else "-")
         for share, blocks in advice["sizes"].items()
     ]
     sizes.append(("knee of the curve", f"{advice['knee']['size_blocks']:,}"))
-    write_table(["LRU reaches", "with blocks"], sizes)
+    bound = "" if found["parameters"]["request_share"] is None else " without a share"
+    write_table([f"LRU reaches{bound}", "with blocks"], sizes)
     if advice["gaps"]:
         gaps = [
             (f"{gap['size_blocks']:,}", f"{gap['capacity']:.2%}", f"{gap['policy']:.2%}")
@@ -507,8 +532,8 @@ def policies(*, as_json: Json = False) -> int:
         Print an array instead of a table.
     """
     from kvstore.policy.registry import POLICIES
+    from kvstore.simulate.choice import OPTIMAL
     from kvstore.simulate.optimal import SUMMARY
-    from kvstore.simulate.run import OPTIMAL
 
     found: list[dict[str, Any]] = [
         {

@@ -219,12 +219,16 @@ def trace_anonymise(
     as_json
         Print an object with the number of requests.
     """
-    from kvstore.trace.anonymise import anonymise, load_key
+    from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
 
     if output.resolve() == key_file.resolve():
         msg = f"the trace would take the place of its key, {key_file}; name another file"
         raise ValueError(msg)
-    made = anonymise(log, load_key(key_file), block_size, unit)
+    known = read_key(key_file)
+    key = known or new_key()
+    made = anonymise(log, key, block_size, unit)
+    if known is None:  # not before the log is known to be one
+        keep_key(key_file, key)
     return _write_trace(made, output, to, as_json=as_json)
 
 

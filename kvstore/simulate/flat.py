@@ -41,8 +41,12 @@ class _Block:
         return self.block
 
 
-def simulate_flat(trace: Trace, policy: Policy[Any], capacity: int) -> tuple[list[int], list[int]]:
+def simulate_flat(
+    trace: Trace, policy: Policy[Any], capacity: int, *, room: int | None = None
+) -> tuple[list[int], list[int]]:
     """Return, for each request, the leading run of hits and all hits, in blocks.
+
+    Of a request, the first ``room`` blocks are stored, by default all.
 
     Cost: O(log n) a block reference.
     """
@@ -61,7 +65,7 @@ def simulate_flat(trace: Trace, policy: Policy[Any], capacity: int) -> tuple[lis
                 policy.touch(known)
                 run += found == at
                 found += 1
-            elif capacity:
+            elif capacity and (room is None or at < room):
                 if len(held) == capacity:
                     victim = policy.victim(1)
                     assert victim is not None, "any block may go"

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvstore.chart import INLINE, Axis, Mark, Point, Series, chart
 from kvstore.markup import Markup, element, joined, page, table
+from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.hints import hint_lines
-from kvstore.simulate.run import OPTIMAL
 from kvstore.simulate.sizes import bytes_text
 
 Found = Mapping[str, Any]
@@ -205,17 +205,17 @@ def _by_size(rows: Sequence[Found]) -> dict[int, dict[str, Any]]:
 
 def _recommendation(found: Found, sizes: _Sizes) -> Iterator[Markup]:
     advice, ceiling = found["recommendation"], found["ceiling"]
-    first, *_ = advice["sizes"]
-    least, knee = advice["sizes"][first], advice["knee"]
+    choice, knee = advice["choice"], advice["knee"]
+    least = None if choice is None else choice["size_blocks"]
     tiles = [
-        (f"Size for {first} of the ceiling", sizes.text(least), _of_all(least, sizes)),
+        ("Policy", advice["policy"], _gain(choice)),
+        (f"Size of {advice['policy']}", sizes.text(least), _reached(choice, sizes)),
         (
             "Knee of the curve",
             sizes.text(knee["size_blocks"] or None),
             f"{_percent(knee['share_of_ceiling'])} of the ceiling",
         ),
         ("Ceiling", _percent(ceiling["prefix_token_hit_ratio"]), "of tokens, at any size"),
-        ("Policy", advice["policy"], _gain(advice["gain_over_lru"])),
     ]
     if "window" in advice and found["trace"]["seconds"] and found["window_pool"]["turns"]:
         window = advice["window"]
@@ -236,20 +236,25 @@ def _recommendation(found: Found, sizes: _Sizes) -> Iterator[Markup]:
         class_="figures",
     )
     yield _listed(advice["text"])
-    yield element("p", "The command that shows this size again:")
+    yield element("p", "The command that shows this policy with this size again:")
     yield _code(advice["command"])
 
 
-def _of_all(blocks: int | None, sizes: _Sizes) -> str:
-    if blocks is None:
+def _reached(choice: Found | None, sizes: _Sizes) -> str:
+    if choice is None:
         return "nothing is used twice"
-    return f"{_percent(blocks / sizes.blocks)} of all blocks"
+    share = _percent(choice["size_blocks"] / sizes.blocks)
+    return f"{_percent(choice['share_of_ceiling'])} of the ceiling, {share} of all blocks"
 
 
-def _gain(gain: float | None) -> str:
-    if gain is None:
-        return "lru was not simulated"
-    return f"{100 * gain:+.1f} points on lru" if gain else "no other gains a point"
+def _gain(choice: Found | None) -> str:
+    if choice is None:
+        return "nothing is used twice"
+    mine, others = choice["prefix_token_hit_ratio"], choice["others"]
+    if not others:
+        return "no other was asked for"
+    name = "lru" if "lru" in others else max(others, key=lambda each: others[each])
+    return f"{name}: {100 * (others[name] - mine):+.1f} points with this size"
 
 
 def _hits(found: Found, sizes: _Sizes) -> Iterator[Markup]:
@@ -269,17 +274,18 @@ def _hits(found: Found, sizes: _Sizes) -> Iterator[Markup]:
         yield element("p", "Nothing is used twice, so a cache of any size hits nothing.")
         yield values
         return
+    bound = "" if found["parameters"]["request_share"] is None else " without a share"
     yield element(
         "p",
-        "Tokens of leading hits, as a share of all tokens asked for. lru is exact at every size; "
+        f"Tokens of leading hits, as a share of all tokens asked for. lru{bound} is exact at every size; "
         "optimal knows the future and bounds any policy. The upright dashed lines are the sizes with "
-        "which lru reaches 90%, 95% and 99% of the ceiling, and the knee, beyond which space gains less.",
+        f"which lru{bound} reaches 90%, 95% and 99% of the ceiling, and the knee, beyond which space gains less.",
     )
     reached = {**advice["sizes"], "knee": advice["knee"]["size_blocks"]}
     yield _beside(
         _figure(_hits_chart(found, sizes, policies), "Tokens hit against size"),
         table(
-            "Sizes with which lru reaches a share of the ceiling",
+            f"Sizes with which lru{bound} reaches a share of the ceiling",
             ["reached", *sizes.header()],
             [[name, *sizes.cells(blocks)] for name, blocks in reached.items()],
         ),
@@ -289,12 +295,14 @@ def _hits(found: Found, sizes: _Sizes) -> Iterator[Markup]:
 
 def _hits_chart(found: Found, sizes: _Sizes, policies: Sequence[str]) -> str:
     ceiling = found["ceiling"]["prefix_token_hit_ratio"]
-    is_prefix = found["parameters"]["semantics"] == "prefix"
+    given = found["parameters"]
+    is_curve = given["semantics"] == "prefix" and given["request_share"] is None
     lines = [
-        _line(found, sizes, policy, is_exact=is_prefix and policy == "lru") for policy in policies
+        _line(found, sizes, policy, is_exact=is_curve and policy == "lru") for policy in policies
     ]
-    if not (is_prefix and "lru" in policies):
-        lines.insert(0, _line(found, sizes, "lru by prefix", is_exact=True))
+    if not (is_curve and "lru" in policies):
+        name = "lru by prefix" if given["request_share"] is None else "lru, no share"
+        lines.insert(0, _line(found, sizes, name, is_exact=True))
     return chart(
         lines,
         title="Tokens hit, by size of the cache",

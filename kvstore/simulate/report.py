@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from kvstore.simulate.choice import LRU, OPTIMAL
 from kvstore.simulate.cost import FREE, Cost, Link
 from kvstore.simulate.hierarchy import tiers_report
 from kvstore.simulate.hints import hints
 from kvstore.simulate.run import (
-    OPTIMAL,
     Each,
     Semantics,
     Simulation,
@@ -79,6 +79,9 @@ def report(
         progress=progress,
     )
     _price_curve(simulation, question, found["lru_curve"])
+    choice = found["recommendation"]["choice"]
+    if choice is not None:
+        choice["size_bytes"] = _bytes(question, simulation, choice["size_blocks"])
     ceiling = simulation.ceiling_hits()
     found["ceilings"] = {
         name: asdict(simulation.ratios(ceiling, name)) for name in ("all", "last_half")
@@ -142,7 +145,7 @@ def _hierarchies(
 
 def _flow(simulation: Simulation, task: tuple[str, Sequence[Tier], Inclusion]) -> Flow:
     policy, tiers, inclusion = task
-    return simulate_tiers(simulation.trace, tiers, inclusion, policy)
+    return simulate_tiers(simulation.trace, tiers, inclusion, policy, simulation.request_share)
 
 
 def _bytes(question: Question, simulation: Simulation, blocks: int) -> int | None:
@@ -157,13 +160,21 @@ def _bytes(question: Question, simulation: Simulation, blocks: int) -> int | Non
 def sentences(simulation: Simulation, question: Question, found: dict[str, Any]) -> list[str]:
     """Return the recommendation in plain words, one sentence each."""
     advice = found["recommendation"]
-    said = []
-    for share, blocks in advice["sizes"].items():
-        if blocks is not None:
-            said.append(f"for {share} of the ceiling: {_amount(question, simulation, blocks)}")
-    if not said:
-        said.append("nothing is used twice, so no cache of any size hits anything")
-    said.append(_policy_sentence(advice))
+    choice = advice["choice"]
+    if choice is None:
+        said = ["nothing is used twice, so no cache of any size hits anything"]
+    else:
+        said = _choice_sentences(question, simulation, choice)
+        bound = " without --request-share" if simulation.request_share is not None else ""
+        said += [
+            f"with {gain['size_blocks']:,} blocks {gain['policy']} hits "
+            f"{100 * gain['gain_over_lru']:.1f} points more than lru"
+            for gain in advice["gains"]
+        ]
+        said += [
+            f"lru{bound} has {share} of the ceiling with {_amount(question, simulation, blocks)}"
+            for share, blocks in list(advice["sizes"].items())[1:]
+        ]
     if "window_pool" in found:
         said.append(_window_sentence(advice["window"]))
     if question.cost is not None:
@@ -175,22 +186,29 @@ def sentences(simulation: Simulation, question: Question, found: dict[str, Any])
     return said
 
 
+def _choice_sentences(
+    question: Question, simulation: Simulation, choice: dict[str, Any]
+) -> list[str]:
+    """Return what to use, and how the other policies compare with the same size."""
+    policy, mine = choice["policy"], choice["prefix_token_hit_ratio"]
+    use = (
+        f"use {policy} with {_amount(question, simulation, choice['size_blocks'])}: it hits {mine:.1%} "
+        f"of tokens, and {choice['share_of_ceiling']:.1%} of the blocks that a cache without bounds hits"
+    )
+    others = ", ".join(
+        f"{name} {100 * (ratio - mine):+.1f} points" for name, ratio in choice["others"].items()
+    )
+    if policy == LRU:
+        return [use, *([f"other policies with that size: {others}"] if others else [])]
+    needed = _amount(question, simulation, choice["lru_size_blocks"])
+    return [use, f"lru needs {needed} for that share; with the size of {policy}: {others}"]
+
+
 def _amount(question: Question, simulation: Simulation, blocks: int) -> str:
     share = f"{blocks / simulation.trace.distinct_blocks:.1%} of all blocks"
     size = _bytes(question, simulation, blocks)
     count = f"{blocks:,} blocks"
     return f"{count}, {share}" if size is None else f"{bytes_text(size)} of SSD ({count}, {share})"
-
-
-def _policy_sentence(advice: dict[str, Any]) -> str:
-    policy, gain = advice["policy"], advice["gain_over_lru"]
-    if gain is None:
-        return f"{policy} is the best of the policies here; lru was not among them"
-    if policy == "lru":
-        return "lru is the policy to use: no other here gains a point over it"
-    return (
-        f"{policy} is the policy to use: it hits {100 * gain:.1f} points more than lru on average"
-    )
 
 
 def _window_advice(pool: dict[str, Any]) -> dict[str, Any]:

@@ -12,27 +12,21 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.choice import LRU, OPTIMAL, SHARES, WORTH_CHANGING, choose, smallest
 from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.sizes import Size
+from kvstore.simulate.sizes import Size, request_blocks
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.columns import Ints, Trace
 from kvstore.trace.paths import links_of, paths_of
 
-OPTIMAL = "optimal"
-"""Name of the bound. It is no policy of a tier: it knows the future."""
 Window = str
 """Which requests are counted: ``all``, ``last_half``, or a share such as ``last_75%``."""
 Semantics = Literal["prefix", "flat"]
 CURVE_POINTS = 200
 """Points of a curve in a report: enough for a smooth line of 800 pixels."""
-SHARES = (0.90, 0.95, 0.99)
-"""Shares of the ceiling that a report names a size for."""
-WORTH_CHANGING = 0.01
-"""Gain over LRU, averaged over the sizes, from which another policy is recommended. On public traces
-no policy gains more than 0.016 at any size, and what leads changes with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +69,20 @@ class Row:
 class Simulation:
     """A trace, cut into paths once and simulated as often as asked.
 
+    With ``request_share`` one request takes no more than that share of a cache, and of each tier. The
+    exact LRU curve, the ceiling and the optimum are those without it.
+
     Raises:
         TraceError: if the trace has no block ids, or unchained ones.
+        ValueError: if the share is not above 0 and at most 1.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, request_share: float | None = None) -> None:
+        if request_share is not None and not 0 < request_share <= 1:
+            msg = f"expected a share for one request above 0 and at most 1, found {request_share}"
+            raise ValueError(msg)
         self.trace = trace
+        self.request_share = request_share
         self.paths = paths_of(trace)
         self.links = links_of(self.paths)
 
@@ -113,16 +115,24 @@ class Simulation:
         """
         if policy == OPTIMAL:
             return optimal_hits(self.links, capacity)
-        made = make_policy(policy)
-        if capacity >= self.trace.distinct_blocks:
+        made, room = make_policy(policy), self.room(capacity)
+        is_bounded = room < min(capacity, int(self.trace.path_blocks.max(initial=0)))
+        if capacity >= self.trace.distinct_blocks and not is_bounded:
             return self.ceiling_hits()
-        if policy == "lru":
+        if policy == "lru" and not is_bounded:
             return self.curve.hits(capacity)
-        return np.array(simulate_policy(self.rows, made, capacity), np.int64)
+        return np.array(simulate_policy(self.rows, made, capacity, room=room), np.int64)
+
+    def room(self, capacity: int) -> int:
+        """Return the most blocks of one request that a cache of ``capacity`` blocks takes."""
+        return request_blocks(capacity, self.request_share)
 
     def ratios(self, hits: Ints, window: Window = "all", blocks: Ints | None = None) -> Ratios:
         """Return the shares of a window. ``blocks`` are all hits, where they are more than the run."""
-        first = first_counted(self.trace, window)
+        return self.ratios_from(hits, first_counted(self.trace, window), blocks)
+
+    def ratios_from(self, hits: Ints, first: int, blocks: Ints | None = None) -> Ratios:
+        """Return the shares of the requests from ``first`` on."""
         trace, run = self.trace, hits[first:]
         tokens = trace.input_tokens[first:]
         served = np.minimum(run * trace.block_tokens, tokens)
@@ -150,7 +160,12 @@ class Simulation:
             if policy == OPTIMAL:
                 msg = "optimal is a bound on prefixes; expected a policy with flat semantics"
                 raise ValueError(msg)
-            runs, found = simulate_flat(self.trace, flat_policy(policy, size.blocks), size.blocks)
+            runs, found = simulate_flat(
+                self.trace,
+                flat_policy(policy, size.blocks),
+                size.blocks,
+                room=self.room(size.blocks),
+            )
             hits, blocks = np.array(runs, np.int64), np.array(found, np.int64)
         else:
             hits = self.hits(policy, size.blocks)
@@ -266,7 +281,7 @@ def simulate(
             "window": window,
         },
         "lru_curve": curve_points(simulation, window),
-        "recommendation": recommendation(simulation, rows, window),
+        "recommendation": recommendation(simulation, rows, policies, window, progress),
     }
 
 
@@ -291,19 +306,28 @@ def curve_points(simulation: Simulation, window: Window) -> list[dict[str, Any]]
     return points
 
 
-def recommendation(simulation: Simulation, rows: Sequence[Row], window: Window) -> dict[str, Any]:
-    """Return the sizes and the policy that the rows and the LRU curve speak for.
+def recommendation(
+    simulation: Simulation,
+    rows: Sequence[Row],
+    policies: Sequence[str],
+    window: Window,
+    progress: Callable[[str], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Return the policy to use with its size, and what the rows and the LRU curve say.
 
-    ``sizes`` are the smallest with a share of the ceiling under LRU, None where nothing is reused;
-    the knee is where the curve is highest above the line from nothing to the whole trace. Of the
-    gaps, ``capacity`` is what the best policy of this size could not serve, and ``policy`` what the
-    best one here left to it.
+    ``choice`` is the decision (``kvstore.simulate.choice``), None where nothing is reused. ``sizes``
+    are the smallest with a share of the ceiling under LRU, None where nothing is reused; the knee is
+    where the curve is highest above the line from nothing to the whole trace. Of the gaps,
+    ``capacity`` is what the best policy of this size could not serve, and ``policy`` what the best
+    one here left to it. ``gains`` are of sizes that were asked for.
     """
-    sizes, hits = simulation.curve.points(first_counted(simulation.trace, window))
+    first = first_counted(simulation.trace, window)
+    sizes, hits = simulation.curve.points(first)
     blocks = simulation.trace.distinct_blocks
     knee = int(np.argmax(hits * blocks - sizes * int(hits[-1])))
-    policy, gain = _best(rows)
+    choice = choose(simulation, policies, first, progress)
     return {
+        "choice": None if choice is None else asdict(choice),
         "sizes": {
             f"{share:.0%}": smallest(sizes, hits, share) if hits[-1] else None for share in SHARES
         },
@@ -312,39 +336,32 @@ def recommendation(simulation: Simulation, rows: Sequence[Row], window: Window) 
             "size_fraction": int(sizes[knee]) / blocks,
             "share_of_ceiling": _share(int(hits[knee]), int(hits[-1])),
         },
-        "policy": policy,
-        "gain_over_lru": gain,
+        "policy": LRU if choice is None else choice.policy,
+        "gain_over_lru": None if choice is None else choice.gain_over_lru,
+        "gains": _gains(simulation, rows, first),
         "gaps": _gaps(simulation, rows, window),
     }
 
 
-def smallest(sizes: Ints, hits: Ints, share: float) -> int:
-    """Return the smallest size, in blocks, that has a share of the most hits, exactly."""
-    wanted = int(np.ceil(share * int(hits[-1])))
-    at = int(np.searchsorted(hits, wanted))
-    if at == 0:
-        return int(sizes[0])
-    rise, run = int(hits[at] - hits[at - 1]), int(sizes[at] - sizes[at - 1])
-    return int(sizes[at - 1]) + -(-(wanted - int(hits[at - 1])) * run // rise)
+def _gains(simulation: Simulation, rows: Sequence[Row], first: int) -> list[dict[str, Any]]:
+    """Return the best policy of each size that was asked for, where it is worth changing from LRU.
 
-
-def _means(rows: Sequence[Row]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
+    LRU's hits are its row's, or by prefix where it has none.
+    """
+    by_size: dict[int, dict[str, float]] = {}
     for row in rows:
-        values.setdefault(row.policy, []).append(row.ratios.prefix_token_hit_ratio)
-    return {policy: sum(each) / len(each) for policy, each in values.items()}
-
-
-def _best(rows: Sequence[Row]) -> tuple[str, float | None]:
-    """Return the policy to use and its mean gain over LRU, None where LRU was not simulated."""
-    means = {policy: mean for policy, mean in _means(rows).items() if policy != OPTIMAL}
-    if not means:
-        return "lru", None
-    best = max(means, key=lambda policy: means[policy])
-    if "lru" not in means:
-        return best, None
-    gain = means[best] - means["lru"]
-    return (best, gain) if gain > WORTH_CHANGING else ("lru", 0.0)
+        if row.policy != OPTIMAL:
+            ratio = row.ratios.prefix_token_hit_ratio
+            by_size.setdefault(row.size_blocks, {})[row.policy] = ratio
+    found = []
+    for size, served in sorted(by_size.items()):
+        lru = served.get(LRU)
+        if lru is None:
+            lru = simulation.ratios_from(simulation.hits(LRU, size), first).prefix_token_hit_ratio
+        most, best = max((ratio, policy) for policy, ratio in served.items())
+        if most - lru >= WORTH_CHANGING:
+            found.append({"size_blocks": size, "policy": best, "gain_over_lru": most - lru})
+    return found
 
 
 def _gaps(simulation: Simulation, rows: Sequence[Row], window: Window) -> list[dict[str, Any]]:

@@ -10,9 +10,13 @@ from fractions import Fraction
 _RATES = {f"{p}B/s": 1000.0**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
 _RATES |= {f"{p}iB/s": 1024.0**n for n, p in enumerate("KMGT", 1)}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s?([A-Za-z/]+)")
+_DIGITS = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
+"""A number that a float holds, and its shares and multiples too."""
+_NUMBER = re.compile(_DIGITS + r"\s?([A-Za-z/]+)")
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(%|b|KiB|MiB|GiB|TiB)")
+_SIZE = re.compile(_DIGITS + r"(%|b|KiB|MiB|GiB|TiB)")
+_MOST_BLOCKS = 2**62
+"""Bound of a size, so that it can be compared and added up in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +37,34 @@ def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None
     """
     found = _SIZE.fullmatch(text)
     if found is None:
-        msg = f"expected a size such as 5%, 20000b (blocks) or 64GiB, found {text!r}"
+        msg = f"expected a size such as 5%, 20000b (blocks) or 64GiB, found {_short(text)}"
         raise ValueError(msg)
     number, unit = Fraction(found[1]), found[2]
     if unit == "%":
-        return Size(int(number * distinct_blocks / 100), float(number / 100))
-    if unit == "b":
+        blocks = int(number * distinct_blocks / 100)
+    elif unit == "b":
         blocks = int(number)
     elif block_bytes is None:
         msg = f"a size in bytes ({text}) needs the bytes of a token"
         raise ValueError(msg)
     else:
         blocks = int(number * _UNITS[unit] / block_bytes)
+    if blocks >= _MOST_BLOCKS:
+        msg = f"expected a size below {_MOST_BLOCKS:,} blocks, found {text!r}"
+        raise ValueError(msg)
+    if unit == "%":
+        return Size(blocks, float(number / 100))
     return Size(blocks, blocks / distinct_blocks if distinct_blocks else 0.0)
+
+
+def request_blocks(capacity: int, share: float | None) -> int:
+    """Return the most blocks of one path that a tier of ``capacity`` blocks takes: its head.
+
+    Without a share it is all that the tier holds; else that share of it, one block at least.
+    """
+    if share is None:
+        return capacity
+    return min(capacity, max(1, int(Fraction(str(share)) * capacity)))
 
 
 def rate_of(text: str) -> float:
@@ -69,7 +88,7 @@ def seconds_of(text: str) -> float:
 def _measured(text: str, units: Mapping[str, float], expected: str) -> float:
     found = _NUMBER.fullmatch(text)
     if found is None or found[2] not in units or not float(found[1]):
-        msg = f"expected {expected}, found {text!r}"
+        msg = f"expected {expected}, found {_short(text)}"
         raise ValueError(msg)
     return float(found[1]) * units[found[2]]
 
@@ -80,3 +99,8 @@ def bytes_text(size: float) -> str:
         if size >= factor * (1 - 0.05 / 1024):  # what would be 1,024.0 of the unit below
             return f"{size / factor:,.1f} {unit}"
     return f"{size:,.0f} bytes"
+
+
+def _short(text: str) -> str:
+    """Return what was written as a message has it."""
+    return repr(text if len(text) <= 40 else f"{text[:30]}...{text[-7:]}")

@@ -19,6 +19,7 @@ from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.index import PrefixIndex, Segment
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import make_policy
+from kvstore.simulate.sizes import request_blocks
 from kvstore.trace.chained import parents
 from kvstore.trace.columns import Ints, Trace
 
@@ -104,9 +105,15 @@ def _number(key: BlockKey) -> int:
 
 
 def simulate_tiers(
-    trace: Trace, tiers: Sequence[Tier], inclusion: Inclusion, policy: str = "lru"
+    trace: Trace,
+    tiers: Sequence[Tier],
+    inclusion: Inclusion,
+    policy: str = "lru",
+    request_share: float | None = None,
 ) -> Flow:
     """Run a trace through tiers, the fastest first. ``policy`` is that of tiers without their own.
+
+    ``request_share`` bounds what each tier takes of one path, as a share of the tier.
 
     Raises:
         ValueError: if a policy is unknown, or a tier below the first is written through though no
@@ -117,7 +124,7 @@ def simulate_tiers(
     check_tiers(tiers, inclusion)
     policies = [make_policy(tier.policy or policy) for tier in tiers]
     make = _Inclusive if inclusion == "inclusive" else _Exclusive
-    return make(Keys(trace), tiers, policies).run(len(trace))
+    return make(Keys(trace), tiers, policies, request_share).run(len(trace))
 
 
 def check_tiers(tiers: Sequence[Tier], inclusion: Inclusion) -> None:
@@ -130,9 +137,17 @@ def check_tiers(tiers: Sequence[Tier], inclusion: Inclusion) -> None:
 class _Tiers:
     """What both kinds share: an index a tier, logical time, and what flowed."""
 
-    def __init__(self, keys: Keys, tiers: Sequence[Tier], indexes: Sequence[PrefixIndex]) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        tiers: Sequence[Tier],
+        indexes: Sequence[PrefixIndex],
+        request_share: float | None,
+    ) -> None:
         self._keys = keys
         self._tiers = tiers
+        self._rooms = [request_blocks(tier.blocks, request_share) for tier in tiers]
+        """Blocks of one path that each tier takes at most."""
         self._indexes = indexes
         self._now = 0
         self._written = [0] * len(tiers)
@@ -160,9 +175,13 @@ class _Inclusive(_Tiers):
     """Each tier holds whole prefixes, whatever the tiers above hold."""
 
     def __init__(
-        self, keys: Keys, tiers: Sequence[Tier], policies: Sequence[Policy[Segment]]
+        self,
+        keys: Keys,
+        tiers: Sequence[Tier],
+        policies: Sequence[Policy[Segment]],
+        request_share: float | None,
     ) -> None:
-        super().__init__(keys, tiers, [PrefixIndex(policy) for policy in policies])
+        super().__init__(keys, tiers, [PrefixIndex(policy) for policy in policies], request_share)
 
     @override
     def _serve(self, path: bytes) -> list[int]:
@@ -188,7 +207,7 @@ class _Inclusive(_Tiers):
         index, capacity = self._indexes[number], self._tiers[number].blocks
         asked = len(path) // KEY_BYTES
         position = index.match(path)
-        missing = min(asked, capacity) - position.depth
+        missing = min(asked, self._rooms[number]) - position.depth
         gone: list[BlockKey] = []
         fresh = 0
         if missing > 0:
@@ -220,10 +239,15 @@ class _Exclusive(_Tiers):
     _indexes: Sequence[Forest]
 
     def __init__(
-        self, keys: Keys, tiers: Sequence[Tier], policies: Sequence[Policy[Segment]]
+        self,
+        keys: Keys,
+        tiers: Sequence[Tier],
+        policies: Sequence[Policy[Segment]],
+        request_share: float | None,
     ) -> None:
-        super().__init__(keys, tiers, [Forest(policy, keys.parent) for policy in policies])
-        ends = np.cumsum([0, *(tier.blocks for tier in tiers)]).tolist()
+        forests = [Forest(policy, keys.parent) for policy in policies]
+        super().__init__(keys, tiers, forests, request_share)
+        ends = np.cumsum([0, *self._rooms]).tolist()
         self._shares = list(pairwise(ends))
         """Which blocks of a path a tier takes: those that no tier above has room for."""
         self._kept = [0] * len(tiers)
@@ -264,7 +288,7 @@ class _Exclusive(_Tiers):
         missing = min(len(path) // KEY_BYTES, stop) - start
         if missing <= 0:
             return
-        gone = index.evict(max(0, missing - (stop - first - index.blocks)))
+        gone = index.evict(max(0, missing - (self._tiers[number].blocks - index.blocks)))
         piece = path[start * KEY_BYTES : (start + missing) * KEY_BYTES]
         index.plant(end, piece, start, self._tick())
         self._written[number] += missing

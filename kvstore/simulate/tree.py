@@ -79,12 +79,18 @@ Observer = Callable[[int, int], object]
 
 
 def simulate_policy(
-    rows: Rows, policy: Policy[Any], capacity: int, evicted: Observer | None = None
+    rows: Rows,
+    policy: Policy[Any],
+    capacity: int,
+    evicted: Observer | None = None,
+    *,
+    room: int | None = None,
 ) -> list[int]:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
 
     A request is looked up and stored at once. Its path is pinned meanwhile, and what is longer than
-    the cache keeps its head. Time is logical: a request uses what it hits, then stores the rest.
+    ``room``, by default the whole cache, keeps its head. Time is logical: a request uses what it
+    hits, then stores the rest.
 
     ``evicted`` hears of each evicted block, for tests.
 
@@ -98,6 +104,7 @@ def simulate_policy(
     """The piece that has the last cached block of each segment of the trace."""
     holder[-1] = root
     free = capacity
+    longest = capacity if room is None else min(room, capacity)
     now = 0
     for request, deepest in enumerate(rows.lasts):
         last = at = deepest
@@ -113,8 +120,8 @@ def simulate_policy(
             policy.touch(piece)
         hits.append(hit)
         stop = stops[last]
-        if stop > capacity:
-            stop = capacity
+        if stop > longest:
+            stop = longest
             while starts[last] >= stop:
                 last = parents[last]
         missing = stop - hit

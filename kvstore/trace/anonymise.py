@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from kvstore.errors import TraceError
 from kvstore.trace.chained import parents
 from kvstore.trace.columns import MILLISECOND, SECOND, Trace
-from kvstore.trace.reading import Columns, Options, Row, whole_number
+from kvstore.trace.fields import json_object, label, whole_number
+from kvstore.trace.reading import Columns, Options, Row
 from kvstore.trace.source import documents
+
+T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as a token, where no tokens are logged: about what English takes."""
@@ -57,7 +59,7 @@ def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -
                 if columns.block_tokens not in {0, block_tokens}:
                     msg = "a log of both text and tokens"
                     raise ValueError(msg)
-            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            except ValueError as error:
                 raise TraceError(where, str(error), number) from error
             columns.block_tokens = block_tokens
             columns.add(row, number)
@@ -68,11 +70,7 @@ def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -
 
 
 def _row(line: bytes, key: bytes, block_size: int, unit: int) -> tuple[Row, int]:
-    try:
-        record: Mapping[str, Any] = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        msg = f"is not JSON: {error.args[0].split(':')[0]}"  # and nothing of what it is
-        raise ValueError(msg) from None
+    record = json_object(line)
     text, tokens = record.get("input"), record.get("tokens")
     if isinstance(text, str):
         if block_size % BYTES_PER_TOKEN:
@@ -84,49 +82,83 @@ def _row(line: bytes, key: bytes, block_size: int, unit: int) -> tuple[Row, int]
             block_size // BYTES_PER_TOKEN,
         )
         length = -(-len(content) // BYTES_PER_TOKEN)
-    elif isinstance(tokens, list) and all(type(each) is int for each in tokens):
+    elif _are_tokens(tokens):
         content, width, block_tokens = np.array(tokens, "<i8").tobytes(), 8 * block_size, block_size
         length = len(tokens)
     else:
-        msg = f"expected input as text or tokens as whole numbers, found the keys {sorted(record)}"
+        msg = (
+            "expected input as text, or tokens as whole numbers from 0 to below 2**32, of the prompt as "
+            f"the model sees it; found the keys {sorted(record)}"
+        )
         raise ValueError(msg)
-    output = record.get("output", "")
-    answer = (
-        len(output.encode(errors="surrogatepass"))
-        if isinstance(output, str)
-        else BYTES_PER_TOKEN * len(output)
-    )
-    session = record.get("session_id")
+    output = record.get("output")
+    if output is None:
+        answer = 0
+    elif isinstance(output, str):
+        answer = len(output.encode(errors="surrogatepass"))
+    elif _are_tokens(output):
+        answer = BYTES_PER_TOKEN * len(output)
+    else:
+        msg = f"expected output as text or a list of token ids, found {type(output).__name__}"
+        raise ValueError(msg)
     ids = []
     above = b"\0" * DIGEST_BYTES
     for at in range(0, len(content) - width + 1, width):
         block = above + content[at : at + width]
         above = blake2b(block, key=key, digest_size=DIGEST_BYTES).digest()
         ids.append(above.hex())
-    arrival = whole_number(record, "timestamp", unit)
-    name = None if session is None else str(session)
-    return Row(arrival, length, -(-answer // BYTES_PER_TOKEN), ids, name), block_tokens
+    arrival = _unseen(lambda: whole_number(record, "timestamp", unit), record, "timestamp")
+    session = _unseen(lambda: label(record, "session_id"), record, "session_id")
+    return Row(arrival, length, -(-answer // BYTES_PER_TOKEN), ids, session), block_tokens
 
 
-def load_key(path: Path) -> bytes:
-    """Return the key in a file, which is made if there is none, for its owner alone.
+def _unseen(parse: Callable[[], T], record: Mapping[str, Any], name: str) -> T:
+    """Return a field; a message about it has its type, and nothing of what the log has there."""
+    try:
+        return parse()
+    except ValueError:
+        msg = f"has a {name} that cannot be used, of type {type(record.get(name)).__name__}"
+        raise ValueError(msg) from None
+
+
+def _are_tokens(value: Any) -> TypeGuard[list[int]]:
+    """Say whether a value is a list of token ids, which are numbers of 32 bits."""
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each < 2**32 for each in value
+    )
+
+
+def read_key(path: Path) -> bytes | None:
+    """Return the key in a file, None if there is no file.
 
     Raises:
         ValueError: if others may read it, or it is not a key.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
         mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            msg = f"{path} may be read by others (mode {mode:o}); expected 600"
-            raise ValueError(msg) from None
-        text = path.read_text(encoding="ascii", errors="replace").strip()
-        if len(text) != 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
-            msg = f"{path} is not a key: expected {2 * KEY_BYTES} hex digits"
-            raise ValueError(msg) from None
-        return bytes.fromhex(text)
-    key = secrets.token_bytes(KEY_BYTES)
+    except FileNotFoundError:
+        return None
+    if mode & 0o077:
+        msg = f"{path} may be read by others (mode {mode:o}); expected 600"
+        raise ValueError(msg)
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    if len(text) != 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
+        msg = f"{path} is not a key: expected {2 * KEY_BYTES} hex digits"
+        raise ValueError(msg)
+    return bytes.fromhex(text)
+
+
+def new_key() -> bytes:
+    """Return a key that nobody has."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def keep_key(path: Path, key: bytes) -> None:
+    """Write a key to a file that is not there yet, for its owner alone.
+
+    Raises:
+        FileExistsError: if there is one by now.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(key.hex() + "\n")
-    return key

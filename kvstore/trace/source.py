@@ -152,14 +152,15 @@ def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the digest of a file as it lies there, in hex; None of standard input.
+    """Return the digest of a file as it lies there, in hex; None of what can be read only once.
 
     Of a directory it is that of the lines that ``sha256sum`` prints for its files, by name.
 
     Raises:
         TraceError: if it cannot be opened.
     """
-    if str(path) == "-":
+    is_stream = path.exists() and not path.is_file() and not path.is_dir()  # a pipe
+    if str(path) == "-" or is_stream:
         return None
     try:
         if not path.is_dir():

@@ -6,6 +6,8 @@ import pytest
 
 from kvstore.policy.registry import make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
+from kvstore.simulate.run import Simulation
+from kvstore.simulate.sizes import Size, request_blocks
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import paths_of
 from tests.simulate.support import trace_of
@@ -87,3 +89,49 @@ def test_flat_caches_are_filled_as_libcachesims_are(
     _, published = simulate_flat(trace, make_policy(name), capacity)
     assert sum(filled) == filled[-1] == 1
     assert sum(published) == 0
+
+
+# ---- one request as large as the tier ----------------------------------------------------------
+
+PREFIXES = [[hot, *range(19)] for hot in range(20)]
+"""Twenty blocks each: 400 in all."""
+LARGE = [999, *range(399)]
+LATEST_FIRST = PREFIXES[::-1]
+"""Asked in this order, what is left is not evicted by what is missing before it is its turn."""
+
+
+def left(share: float | None, policy: str = "lru", semantics: str = "prefix") -> list[int]:
+    """Return what each prefix hits after a prompt as large as the tier, the latest first."""
+    trace = trace_of([*PREFIXES, LARGE, *LATEST_FIRST])
+    simulation = Simulation(trace, share)
+    _, hits = simulation.run(policy, Size(400, 0.5), semantics=semantics)  # type: ignore[arg-type]
+    found: list[int] = hits.tolist()
+    assert sum(found[:21]) == 0
+    return found[21:]
+
+
+def test_one_prompt_as_large_as_the_tier_evicts_all_of_it() -> None:
+    assert left(None) == left(1.0) == [0] * 20
+
+
+def test_with_a_share_it_keeps_its_head_and_the_rest_stays() -> None:
+    # A quarter is 100 blocks: the five prefixes that were used longest ago go for them.
+    assert left(0.25) == [20] * 15 + [0] * 5
+    assert left(0.25, "fifo") == [20] * 15 + [0] * 5
+    assert left(0.25, semantics="flat") == [20] * 15 + [0] * 5
+    assert left(0.05) == [20] * 19 + [0]
+    assert left(0.01) == [4] * 20  # no request keeps more, so there is room for all
+    # Its own head is there when it comes again.
+    trace = trace_of([*PREFIXES, LARGE, LARGE])
+    assert Simulation(trace, 0.25).hits("lru", 400).tolist()[-1] == 100
+
+
+def test_a_share_is_exact_and_at_least_a_block_of_a_tier_that_has_any() -> None:
+    assert [request_blocks(blocks, 0.29) for blocks in (0, 1, 3, 100, 400)] == [0, 1, 1, 29, 116]
+    assert [request_blocks(blocks, share) for blocks, share in ((7, None), (7, 1.0))] == [7, 7]
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="a share for one request above 0 and at most 1"):
+        Simulation(trace_of([[1]]), share)

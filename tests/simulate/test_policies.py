@@ -10,10 +10,11 @@ import pytest
 from kvstore.policy.protocol import Policy
 from kvstore.policy.queues import Arc
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.curve import lru_curve
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.run import OPTIMAL, Simulation
+from kvstore.simulate.run import Simulation
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import links_of, paths_of
 from tests.simulate.support import (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
+import pytest
 
 from kvstore.simulate.cost import Cost
 from kvstore.simulate.hints import hint_lines
@@ -71,12 +72,15 @@ def test_the_recommendation_is_said_in_words() -> None:
     )
     found = report(simulation(), question)
     said = found["recommendation"]["text"]
-    blocks = found["recommendation"]["sizes"]["90%"]
+    choice = found["recommendation"]["choice"]
+    blocks = choice["size_blocks"]
     assert said[0] == (
-        f"for 90% of the ceiling: {4 * blocks}.0 MiB of SSD ({blocks} blocks, "
-        f"{blocks / 11:.1%} of all blocks)"
+        f"use lru with {4 * blocks}.0 MiB of SSD ({blocks} blocks, {blocks / 11:.1%} of all blocks): it "
+        f"hits {choice['prefix_token_hit_ratio']:.1%} of tokens, and {choice['share_of_ceiling']:.1%} of "
+        "the blocks that a cache without bounds hits"
     )
-    assert "lru is the policy to use: no other here gains a point over it" in said
+    assert choice["size_bytes"] == 4 * blocks << 20
+    assert not any("other policies" in sentence for sentence in said)
     # Of three hits, two go on where a prompt ended 10 and 40 s before; one forks off where none did.
     assert found["recommendation"]["window"]["ttl_seconds"] == 60.0
     assert "a window TTL of 60 s keeps 67% of turns from replay" in said
@@ -94,22 +98,81 @@ def test_the_recommendation_is_said_in_words() -> None:
 def test_nothing_to_reuse_is_said_so() -> None:
     found = report(Simulation(trace_of([[1], [2]])), asked())
     assert found["recommendation"]["text"][0].startswith("nothing is used twice")
+    assert (found["recommendation"]["choice"], found["recommendation"]["policy"]) == (None, "lru")
     assert found["hints"]["top_prefixes"] == []
     assert found["hints"]["reuse_seconds"] is None
 
 
-def test_a_policy_that_gains_is_recommended_with_its_gain() -> None:
+def scanned() -> Simulation:
+    """Four prompts that come again and again, and between them what comes once."""
     paths = [[hot, 1, 2] for hot in range(4)] * 4
     for once in range(100):
         paths += [[100 + once, 1, 2, 3], [300 + once, 1, 2], [once % 4, 1, 2]]
-    found = report(
-        Simulation(trace_of(paths)), asked(policies=["lru", "lfu"], sizes=[Size(20, 0.0)])
+    return Simulation(trace_of(paths))
+
+
+def test_a_policy_that_needs_less_is_recommended_with_its_own_size() -> None:
+    made = scanned()
+    question = asked(policies=["lru", "lfu", "fifo", "optimal"], sizes=[Size(20, 0.0)])
+    found = report(made, question)["recommendation"]
+    choice = found["choice"]
+    assert (choice["policy"], found["policy"]) == ("lfu", "lfu")
+    # Its own size, close to the smallest that has the share; not LRU's, which is twice that.
+    ceiling = int(made.ceiling_hits().sum())
+    hits = {size: int(made.hits("lfu", size).sum()) for size in range(41)}
+    enough = [size for size, blocks in hits.items() if blocks >= 0.9 * ceiling]
+    assert choice["size_blocks"] == min(enough)
+    assert choice["lru_size_blocks"] == found["sizes"]["90%"] > 1.5 * choice["size_blocks"]
+    # Each figure is of that policy with that size.
+    for policy, ratio in {"lfu": choice["prefix_token_hit_ratio"], **choice["others"]}.items():
+        row = made.row(policy, Size(choice["size_blocks"], 0.0))
+        assert row.ratios.prefix_token_hit_ratio == ratio
+    assert set(choice["others"]) == {"lru", "fifo"}
+    assert found["gain_over_lru"] == choice["prefix_token_hit_ratio"] - choice["others"]["lru"]
+    assert choice["share_of_ceiling"] == hits[choice["size_blocks"]] / ceiling
+    use, beside, at_size, *_ = found["text"]
+    assert use.startswith(f"use lfu with {choice['size_blocks']} blocks")
+    points = 100 * (choice["others"]["lru"] - choice["prefix_token_hit_ratio"])
+    assert beside.startswith(f"lru needs {choice['lru_size_blocks']} blocks")
+    assert f"with the size of lfu: lru {points:+.1f} points, fifo " in beside
+    (gain,) = found["gains"]
+    assert (
+        at_size == f"with 20 blocks lfu hits {100 * gain['gain_over_lru']:.1f} points more than lru"
     )
-    gain = found["recommendation"]["gain_over_lru"]
-    said = f"lfu is the policy to use: it hits {100 * gain:.1f} points more than lru on average"
-    assert said in found["recommendation"]["text"]
-    alone = report(Simulation(trace_of(paths)), asked(policies=["lfu"]))["recommendation"]["text"]
-    assert "lfu is the best of the policies here; lru was not among them" in alone
+
+
+def test_lru_is_what_is_compared_with_whether_it_was_asked_for_or_not() -> None:
+    alone = report(scanned(), asked(policies=["lfu"]))["recommendation"]
+    assert alone["choice"]["policy"] == "lfu"
+    assert alone["choice"]["others"].keys() == {"lru"}
+    bound = report(scanned(), asked(policies=["optimal"]))["recommendation"]
+    assert (bound["choice"]["policy"], bound["choice"]["others"]) == ("lru", {})
+    assert bound["choice"]["size_blocks"] == bound["sizes"]["90%"]
+    for words in (*alone["text"], *bound["text"]):
+        assert "was not among" not in words
+        assert "on average" not in words
+
+
+def test_what_gains_elsewhere_is_no_reason_to_change() -> None:
+    """With lru's size it has all of the ceiling; a policy that gains with half of it has its size said."""
+    made = scanned()
+    found = report(made, asked(policies=["lru", "fifo"], sizes=[Size(13, 0.0)]))["recommendation"]
+    assert found["choice"]["policy"] == "lru"
+    assert found["gain_over_lru"] == 0.0
+    others = found["choice"]["others"]
+    gap = 100 * (others["fifo"] - found["choice"]["prefix_token_hit_ratio"])
+    assert found["text"][1] == f"other policies with that size: fifo {gap:+.1f} points"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_a_choice_under_a_share_for_one_request_is_simulated_with_it(share: float) -> None:
+    made = Simulation(trace_of(grown_paths(3)), share)
+    found = report(made, asked(policies=["lru", "arc"]))["recommendation"]
+    choice = found["choice"]
+    hits = made.hits(choice["policy"], choice["size_blocks"])
+    assert int(hits.sum()) / int(made.ceiling_hits().sum()) == choice["share_of_ceiling"] >= 0.9
+    assert made.ratios(hits).prefix_token_hit_ratio == choice["prefix_token_hit_ratio"]
+    assert any("lru without --request-share has 95% of the ceiling" in s for s in found["text"])
 
 
 def test_a_warm_up_is_a_share_of_the_requests() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from kvstore.errors import TraceError
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.choice import smallest
 from kvstore.simulate.flat import simulate_flat
-from kvstore.simulate.run import Simulation, simulate, smallest
+from kvstore.simulate.run import Simulation, simulate
 from kvstore.simulate.sizes import Size, size_of
 from kvstore.trace.columns import Trace
 from tests.simulate.support import grown_paths, trace_of

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.run import Simulation
+from kvstore.simulate.sizes import request_blocks
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import paths_of
@@ -27,9 +28,13 @@ def tiers_of(capacities: tuple[int, ...], writes: tuple[str, ...]) -> list[Tier]
 
 
 def simulated(
-    paths: list[list[int]], tiers: list[Tier], inclusion: Inclusion, policy: str = "lru"
+    paths: list[list[int]],
+    tiers: list[Tier],
+    inclusion: Inclusion,
+    policy: str = "lru",
+    share: float | None = None,
 ) -> Flow:
-    return simulate_tiers(trace_of(paths), tiers, inclusion, policy)
+    return simulate_tiers(trace_of(paths), tiers, inclusion, policy, share)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,6 +63,22 @@ def test_exclusive_tiers_are_what_the_specification_says_of_blocks(policy: str, 
         assert flow.written.tolist() == written, capacities
 
 
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("policy", RANKS)
+def test_one_request_takes_its_share_of_each_tier(policy: str, share: float) -> None:
+    paths = grown_paths(3, 70)
+    for capacities in CAPACITIES:
+        rooms = [min(blocks, max(1, int(share * blocks))) for blocks in capacities]
+        for writes in product(("through",), *[("through", "on-evict")] * (len(capacities) - 1)):
+            flow = simulated(paths, tiers_of(capacities, writes), "inclusive", policy, share)
+            model = Inclusive(capacities, writes, [policy] * len(capacities), rooms)
+            assert (flow.served.tolist(), flow.written.tolist()) == model.run(paths)
+        writes = ("through", *["on-evict"] * (len(capacities) - 1))
+        flow = simulated(paths, tiers_of(capacities, writes), "exclusive", policy, share)
+        exclusive = Exclusive(capacities, writes, [policy] * len(capacities), rooms)
+        assert (flow.served.tolist(), flow.written.tolist()) == exclusive.run(paths)
+
+
 def test_each_tier_may_have_a_policy_of_its_own() -> None:
     paths = grown_paths(5)
     tiers = [Tier("a", 5, "through"), Tier("b", 12, "on-evict", policy="lfu")]
@@ -74,10 +95,13 @@ def test_one_tier_is_the_simulation_of_its_size(policy: str, seed: int) -> None:
     paths = grown_paths(seed)
     rows = Rows(paths_of(trace_of(paths)))
     for blocks in (1, 4, 11, 30):
-        alone = simulate_policy(rows, make_policy(policy), blocks)
-        for inclusion in ("inclusive", "exclusive"):
-            flow = simulated(paths, [Tier("one", blocks, "through")], inclusion, policy)
-            assert flow.served[:, 0].tolist() == alone
+        for share in (None, 0.3):
+            room = request_blocks(blocks, share)
+            alone = simulate_policy(rows, make_policy(policy), blocks, room=room)
+            for inclusion in ("inclusive", "exclusive"):
+                tier = Tier("one", blocks, "through")
+                flow = simulated(paths, [tier], inclusion, policy, share)
+                assert flow.served[:, 0].tolist() == alone
 
 
 @every_policy

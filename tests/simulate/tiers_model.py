@@ -73,8 +73,14 @@ class Model:
     """A hierarchy of levels; subclasses say what they exchange."""
 
     def __init__(
-        self, capacities: Sequence[int], writes: Sequence[str], policies: Sequence[str]
+        self,
+        capacities: Sequence[int],
+        writes: Sequence[str],
+        policies: Sequence[str],
+        rooms: Sequence[int] | None = None,
     ) -> None:
+        """``rooms``: blocks of one path that each level takes at most; by default its capacity."""
+        self.rooms = list(capacities if rooms is None else rooms)
         self.levels = [
             Level(capacity, RANKS[policy])
             for capacity, policy in zip(capacities, policies, strict=True)
@@ -123,7 +129,7 @@ class Inclusive(Model):
     def store(self, k: int, path: list[Prefix]) -> None:
         level = self.levels[k]
         depth = level.run_of(path)
-        missing = min(len(path), level.capacity) - depth
+        missing = min(len(path), self.rooms[k]) - depth
         gone: list[Prefix] = []
         fresh = 0
         if missing > 0:
@@ -148,10 +154,10 @@ class Exclusive(Model):
         reach, served, above = 0, [], 0
         shares = []
         self.pins: list[set[Prefix]] = []
-        for level in self.levels:
+        for level, room in zip(self.levels, self.rooms, strict=True):
             depth = level.run_of(path, reach)
             served.append(depth)
-            mine = path[above : above + level.capacity]
+            mine = path[above : above + room]
             for block in path[reach : reach + depth]:
                 if block not in mine:
                     del level.blocks[block]  # it rises
@@ -161,7 +167,7 @@ class Exclusive(Model):
             self.pins.append(set(kept))
             shares.append(mine)
             reach += depth
-            above += level.capacity
+            above += room
         for k, level in enumerate(self.levels):
             missing = [block for block in shares[k] if block not in level.blocks]
             if missing:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import StoreError, TraceError
-from kvstore.trace.anonymise import anonymise, load_key
+from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
 from kvstore.trace.columns import Trace, dense
 from kvstore.trace.cutting import head, merged, sample
 from kvstore.trace.info import info
@@ -281,17 +281,21 @@ def test_half_a_pair_of_surrogates_is_text_too(tmp_path: Path) -> None:
 
 def test_a_key_is_made_for_its_owner_alone_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    key = load_key(path)
+    assert read_key(path) is None
+    key = new_key()
+    keep_key(path, key)
     assert len(key) == 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert load_key(path) == key
+    assert read_key(path) == key
+    with pytest.raises(FileExistsError):
+        keep_key(path, new_key())
     path.chmod(0o644)
     with pytest.raises(ValueError, match="may be read by others"):
-        load_key(path)
+        read_key(path)
     path.write_text("short")
     path.chmod(0o600)
     with pytest.raises(ValueError, match="is not a key"):
-        load_key(path)
+        read_key(path)
 
 
 def test_an_impossible_block_size_or_unit_is_refused(tmp_path: Path) -> None:
