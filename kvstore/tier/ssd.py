@@ -1049,9 +1049,25 @@ def open_ssd(path: Path, options: SsdOptions) -> tuple[SsdTier, Path | None]:
         raise ConfigError(msg)
     try:
         return _open(path, options)
+    except lmdb.LockError as error:
+        raise _same_number(path) from error
     except MEDIUM_ERRORS as error:
         msg = f"the store at {path} cannot be opened: {error}; {_advice(error, options)}"
         raise StoreError(msg) from error
+
+
+def _same_number(path: Path) -> StoreBusy:
+    """Return the error for the one lock of LMDB that is tried at an opening and can be held.
+
+    Each process that reads holds the byte of its number in the lock file. Source: ``mdb_reader_pid``
+    of LMDB 0.9.
+    """
+    return StoreBusy(
+        f"{path} is read by another process with the number {os.getpid()}, as this one has, which happens "
+        "in containers; LMDB tells processes by their numbers: let the containers share their process "
+        "numbers (Kubernetes: shareProcessNamespace, Docker: --pid), start this process again under "
+        "another number, or give each container a store of its own"
+    )
 
 
 def _advice(error: Exception, options: SsdOptions) -> str:
@@ -1098,6 +1114,8 @@ def _open_reader(path: Path, options: SsdOptions) -> SsdTier:
         problem = _cut_off(path, env)
         if not problem:
             return SsdTier(path, options, env, None)
+    except lmdb.LockError as error:
+        raise _same_number(path) from error
     except MEDIUM_ERRORS as error:
         if env is not None:
             env.close()

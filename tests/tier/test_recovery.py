@@ -8,7 +8,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,48 @@ def test_every_page_that_a_transaction_may_name_lies_within_the_file(tmp_path: P
         assert data.stat().st_blocks * 512 < data.stat().st_size, "it takes no room on the disk"
         end = ssd.file_bytes
     assert data.stat().st_size == end, "and is given back"
+
+
+# ---- two processes of one number ---------------------------------------------------------------------
+
+IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from tests.stores import open_cache
+try:
+    with open_cache(Path(sys.argv[1]), role=sys.argv[2]):
+        print("open", flush=True)
+        sys.stdin.readline()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+@contextmanager
+def container(path: Path, role: str) -> Iterator[str]:
+    """Open a store as process 1 of a process namespace of its own; give what it says."""
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", IN_A_CONTAINER, str(path), role]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    if not said:
+        pytest.skip("only who may make a namespace of processes has two of one number")
+    yield said
+    process.communicate("\n", timeout=60)
+
+
+@pytest.mark.parametrize(("first", "second"), [("owner", "reader"), ("reader", "owner")])
+def test_a_process_of_the_same_number_in_another_container_is_told_so(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    fill(tmp_path / "s")
+    with container(tmp_path / "s", first) as one:
+        assert one == "open\n"
+        with container(tmp_path / "s", second) as other:
+            assert other.startswith("StoreBusy ")
+            assert "another process with the number 1, as this one has" in other
+            assert "shareProcessNamespace" in other
+    with container(tmp_path / "s", second) as other:
+        assert other == "open\n"
