@@ -19,10 +19,11 @@ from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.packing import Packing, frames_of, loses
+from kvstore.plan import REQUEST_SHARE
 from kvstore.policy.guarded import METHODS
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.sizes import size_bytes
+from kvstore.sizes import share_of, size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
 
@@ -68,6 +69,7 @@ class PrefixCache(Scope):
         ssd_quota: int | str | None = None,
         secret: bool = False,
         policy: str | Policy[Any] = "lru",
+        request_share: float | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -111,6 +113,7 @@ class PrefixCache(Scope):
         _check_options(model_layout, namespace, role, window_ttl, rows)
         threads = _threads(read_threads)
         order = _policy(policy)
+        part = share_of(request_share, "request_share", REQUEST_SHARE)
         packing = _packing(model_layout, ssd_formats, error_budget)
         frame_format = frames_of(model_layout, block_tokens, packing)
         page_bytes = size_bytes(device_bytes, "device_bytes")
@@ -162,6 +165,7 @@ class PrefixCache(Scope):
                 scrub_bytes_per_second=scrub_rate,
                 read_threads=threads,
                 policy=order,
+                request_share=part,
             )
 
         shared = share(directory, options, SharedTiers, build)

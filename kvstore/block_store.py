@@ -13,7 +13,8 @@ from kvstore.errors import ConfigError
 from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
-from kvstore.sizes import size_bytes
+from kvstore.plan import REQUEST_SHARE
+from kvstore.sizes import share_of, size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 
 
@@ -51,6 +52,7 @@ class BlockStore:
         on_removed: Callable[[bytes], object] | None = None,
         scrub_bytes_per_second: int | str = 0,
         secret: bool = False,
+        request_share: float | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -60,7 +62,9 @@ class BlockStore:
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
         ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
         rate; 0 does not. ``secret`` hashes keys under a random secret, in a file of the store's
-        directory; a store is made with or without one, for good.
+        directory; a store is made with or without one, for good. ``request_share`` is the most that a
+        chain of parents may take of the store, in (0, 1], by default a half: what hangs on a longer one
+        is not stored, and counted among ``dropped_blocks``.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks.
@@ -75,6 +79,7 @@ class BlockStore:
             raise ConfigError(msg)
         frame_format = keyed_format(block_bytes, key_bytes)
         scrub_rate = size_bytes(scrub_bytes_per_second, "scrub_bytes_per_second")
+        part = share_of(request_share, "request_share", REQUEST_SHARE)
         directory, capacity = resolved(path), size_bytes(ssd_bytes, "ssd_bytes")
         key = secret_for(directory, role, is_wanted=secret)
         options = SsdOptions(
@@ -99,6 +104,7 @@ class BlockStore:
                 keys_root=keys_root(key),
                 on_removed=on_removed,
                 scrub_bytes_per_second=scrub_rate,
+                request_share=part,
             )
 
         shared = share(directory, options, KeyedBlocks, build)

@@ -30,6 +30,17 @@ def size_bytes(size: int | str, option: str) -> int:
     return int(value)
 
 
+def share_of(value: object, option: str, default: float) -> float:
+    """Return a share in (0, 1], ``default`` where none is given. Raises ``ConfigError``."""
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1:  # type: ignore[operator]
+        msg = f"{option} must be a share in (0, 1], found {str(value)[:40]!r}"
+        raise ConfigError(msg)
+    return float(value)  # type: ignore[arg-type]
+
+
 def size_text(size: float) -> str:
     """Return bytes as a person reads them: three digits or more and a unit, such as ``"1.29 MiB"``."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 - the last one is used

@@ -60,6 +60,7 @@ class SharedTiers(OpenStore):
         wall_clock: Callable[[], float],
         secret: bytes | None = None,
         scrub_bytes_per_second: int = 0,
+        request_share: float = 1.0,
         read_threads: int = 1,
         policy: Policy[Segment] | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class SharedTiers(OpenStore):
             clock=clock,
             wall_clock=wall_clock,
             scrub_bytes_per_second=scrub_bytes_per_second,
+            request_share=request_share,
         )
         self._reads = Reads(self.context, frame_format, ssd, self._discard, read_threads)
         self.jobs = Jobs(self)
