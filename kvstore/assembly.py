@@ -23,10 +23,11 @@ from kvstore.layout import layout as layout_of
 from kvstore.namespace import Namespace
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
 from kvstore.packing import Packing, frames_of, loses
+from kvstore.plan import REQUEST_SHARE
 from kvstore.policy.guarded import METHODS
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.sizes import size_bytes
+from kvstore.sizes import share_of, size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 from kvstore.window import WindowPool
 
@@ -72,6 +73,7 @@ class PrefixCache(Scope):
         ssd_quota: int | str | None = None,
         secret: bool | None = None,
         policy: str | Policy[Any] | None = None,
+        request_share: float | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -133,6 +135,7 @@ class PrefixCache(Scope):
             "read_threads": read_threads,
             "secret": secret,
             "policy": policy,
+            "request_share": request_share,
         }
         whose: object = namespace
         if not isinstance(whose, Namespace):
@@ -202,6 +205,7 @@ class PrefixOptions:
     )
     secret: bool = False
     policy: str | Policy[Any] = "lru"
+    request_share: float = REQUEST_SHARE
 
     @classmethod
     def of(
@@ -288,6 +292,7 @@ def _opening(
             scrub_bytes_per_second=options.scrub_bytes_per_second,
             read_threads=options.read_threads,
             policy=_order(options.policy),
+            request_share=options.request_share,
         )
 
     return ssd_options, build
@@ -373,6 +378,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "read_threads": partial(integer, low=1, error=ConfigError),
     "secret": _flag,
     "policy": _policy,
+    "request_share": share_of,
 }
 """The check of each option: takes the value and its name, raises ``ConfigError``."""
 

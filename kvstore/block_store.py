@@ -19,7 +19,8 @@ from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
 from kvstore.layout import Layout
 from kvstore.opening import format_text, resolved, secret_for, share, unshare
-from kvstore.sizes import size_bytes
+from kvstore.plan import REQUEST_SHARE
+from kvstore.sizes import share_of, size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 
 
@@ -57,6 +58,7 @@ class BlockStore:
         on_removed: Callable[[bytes], object] | None = None,
         scrub_bytes_per_second: int | str | None = None,
         secret: bool | None = None,
+        request_share: float | None = None,
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
@@ -68,7 +70,9 @@ class BlockStore:
         owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
         ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
         rate; 0 does not. ``secret`` hashes keys under a random secret, in a file of the store's
-        directory; a store is made with or without one, for good.
+        directory; a store is made with or without one, for good. ``request_share`` is the most that a
+        chain of parents may take of the store, in (0, 1], by default a half: what hangs on a longer one
+        is not stored, and counted among ``dropped_blocks``.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
@@ -86,6 +90,7 @@ class BlockStore:
             "on_removed": on_removed,
             "scrub_bytes_per_second": scrub_bytes_per_second,
             "secret": secret,
+            "request_share": request_share,
         }
         frame_format = keyed_format(block_bytes, key_bytes)
         checked = {
@@ -286,6 +291,7 @@ class _KeyedOptions:
     on_removed: Callable[[bytes], object] | None = None
     scrub_bytes_per_second: int = 0
     secret: bool = False
+    request_share: float = REQUEST_SHARE
 
 
 def _opening(
@@ -318,6 +324,7 @@ def _opening(
             keys_root=keys_root(key),
             on_removed=options.on_removed,
             scrub_bytes_per_second=options.scrub_bytes_per_second,
+            request_share=options.request_share,
         )
 
     return ssd_options, build
@@ -337,6 +344,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "on_removed": _listener,
     "scrub_bytes_per_second": size_bytes,
     "secret": partial(flag, error=ConfigError),
+    "request_share": share_of,
 }
 """The check of each option that may be left out."""
 

@@ -67,7 +67,8 @@ class Metrics:
     present_blocks: int = 0
     """Blocks offered that were already there: the first writer won."""
     dropped_blocks: Counter[str] = field(default_factory=Counter)
-    """By reason: queue_full, no_parent, no_room, quota, not_written, write_error, reader, closed."""
+    """By reason: queue_full, no_parent, no_room, quota, request_share, not_written, write_error, reader,
+    closed."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By what failed: header, identity, tokens, checksum, parent, missing, io."""
     late_blocks: int = 0

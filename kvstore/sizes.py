@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kvstore.checks import number, shown
 from kvstore.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1}
@@ -28,6 +29,15 @@ def size_bytes(size: int | str, option: str) -> int:
         msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
         raise ConfigError(msg)
     return int(value)
+
+
+def share_of(value: object, option: str) -> float:
+    """Return a share in (0, 1]. Raises ``ConfigError``."""
+    share = number(value, option, "a share in (0, 1]", ConfigError)
+    if not 0 < share <= 1:
+        msg = f"{option} must be a share in (0, 1], found {shown(value)}"
+        raise ConfigError(msg)
+    return share
 
 
 def size_text(size: float) -> str:

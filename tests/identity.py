@@ -10,6 +10,7 @@ An adapter joins with one class in its tests::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -39,8 +40,10 @@ ROWS = {
 class IdentityAdapter(Protocol):
     """One adapter, as the contract asks it."""
 
-    absent: dict[str, str]
-    """Rows that do not exist here, each with the reason."""
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Rows that do not exist here, each with the reason."""
+        ...
 
     def served(self, path: Path, row: str | None) -> int:
         """Return how many tokens a changed setting is served of what the base setting stored.

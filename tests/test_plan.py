@@ -19,6 +19,7 @@ from kvstore.plan import (
     hit_limit,
     loads,
     replay,
+    request_blocks,
     room,
     stores,
     worth_loading,
@@ -123,28 +124,36 @@ def test_every_block_is_loaded_once_from_the_nearest_tier_that_has_it(
 # ---- stores ------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 30))
-def test_every_offered_block_is_present_written_or_an_orphan(
-    start: int, count: int, known: int
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 30), st.integers(1, 30))
+def test_every_offered_block_is_present_written_an_orphan_or_too_much(
+    start: int, count: int, known: int, limit: int
 ) -> None:
     stop = start + count
-    decided = stores(start, stop, known)
+    decided = stores(start, stop, known, limit)
     written = range(decided.store.start, decided.store.stop) if decided.store else range(0)
-    assert decided.present + len(written) + decided.orphans == count
+    assert decided.present + len(written) + decided.orphans + decided.excess == count
     if known < start:
-        assert decided == StorePlan(0, None, count)
+        assert decided in (StorePlan(0, None, count), StorePlan(0, None, 0, count))
+        assert decided.excess == (count if known >= limit else 0)
     else:
-        assert list(written) == [block for block in range(start, stop) if block >= known]
-        assert decided.present == sum(block < known for block in range(start, stop))
+        offered = range(start, stop)
+        assert list(written) == [block for block in offered if known <= block < limit]
+        assert decided.present == sum(block < known for block in offered)
+        assert decided.excess == sum(block >= max(known, limit) for block in offered)
 
 
 def test_stores_of_known_lengths_are_what_one_expects() -> None:
-    assert stores(0, 4, 0) == StorePlan(0, Store(0, 4), 0)
-    assert stores(0, 4, 2) == StorePlan(2, Store(2, 4), 0)
-    assert stores(2, 4, 2) == StorePlan(0, Store(2, 4), 0)
-    assert stores(2, 4, 1) == StorePlan(0, None, 2)
-    assert stores(0, 4, 9) == StorePlan(4, None, 0)
-    assert stores(3, 3, 3) == StorePlan(0, None, 0)
+    assert stores(0, 4, 0, 9) == StorePlan(0, Store(0, 4), 0)
+    assert stores(0, 4, 2, 9) == StorePlan(2, Store(2, 4), 0)
+    assert stores(2, 4, 2, 9) == StorePlan(0, Store(2, 4), 0)
+    assert stores(2, 4, 1, 9) == StorePlan(0, None, 2)
+    assert stores(0, 4, 9, 9) == StorePlan(4, None, 0)
+    assert stores(3, 3, 3, 9) == StorePlan(0, None, 0)
+    assert stores(0, 9, 0, 4) == StorePlan(0, Store(0, 4), 0, 5)
+    assert stores(4, 9, 4, 4) == StorePlan(0, None, 0, 5)
+    assert stores(6, 9, 4, 4) == StorePlan(0, None, 0, 3)
+    assert stores(0, 9, 6, 4) == StorePlan(6, None, 0, 3)
+    assert [request_blocks(400, share) for share in (0.5, 1.0, 0.001)] == [200, 400, 1]
 
 
 # ---- room --------------------------------------------------------------------------------------

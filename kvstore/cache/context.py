@@ -15,6 +15,7 @@ _WHY = {
     "not_written": "the engine did not finish writing its pages in time",
     "queue_full": "the queue was full",
     "quota": "the quota of their namespace is in use, by what is pinned or an ancestor of theirs",
+    "request_share": "one request takes no more of the tier than request_share; its head is stored",
     "reader": "this process only reads the store",
     "write_error": "the disk failed",
 }

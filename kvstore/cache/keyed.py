@@ -54,6 +54,7 @@ class KeyedBlocks(OpenStore):
         keys_root: BlockHash,
         on_removed: Callable[[BlockKey], object] | None = None,
         scrub_bytes_per_second: int = 0,
+        request_share: float = 1.0,
     ) -> None:
         self._frames = frame_format
         self.keys_root = keys_root
@@ -69,6 +70,7 @@ class KeyedBlocks(OpenStore):
             clock=time.monotonic,
             wall_clock=time.time,
             scrub_bytes_per_second=scrub_bytes_per_second,
+            request_share=request_share,
         )
 
     # ---- where a block is; the caller holds the context's lock ---------------------------------

@@ -41,10 +41,12 @@ class OpenStore:
         wall_clock: Callable[[], float],
         keys_root: BlockHash | None = None,
         scrub_bytes_per_second: int = 0,
+        request_share: float = 1.0,
     ) -> None:
         """Take over an open tier; as its owner, fill ``index`` from its records.
 
         ``keys_root`` is the root of the keys that callers bring, None if they bring none.
+        ``request_share`` is the part of the tier that one request may take.
         """
         self.format = frame_format
         self.context = Context(clock, wall_clock)
@@ -59,7 +61,10 @@ class OpenStore:
         self._why_large = ""
         """Why the file is larger than its cap, if it is."""
         if ssd.is_owner:
-            self.owned = OwnedSsd(self.context, ssd, frame_format, index, self._give_up_leases)
+            self.owned = OwnedSsd(
+                *(self.context, ssd, frame_format, index, self._give_up_leases),
+                request_share=request_share,
+            )
 
     def _give_up_leases(self) -> None:
         """Give up what only time protects, before anything is evicted."""

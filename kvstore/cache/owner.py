@@ -64,7 +64,7 @@ class Taken:
     present: int
     """Blocks offered that were there already."""
     dropped: int
-    """Blocks not taken: the queue was full, or the parent was missing."""
+    """Blocks not taken: the queue was full, the parent was missing, or the request was too long."""
 
 
 @dataclass(slots=True)
@@ -120,16 +120,20 @@ class OwnedSsd:
         frame_format: Frames,
         index: PrefixIndex,
         give_up_leases: Callable[[], None],
+        *,
+        request_share: float = 1.0,
     ) -> None:
         """Take over an open tier and an empty index, and fill the index from its records.
 
-        ``give_up_leases`` is called before anything is evicted.
+        ``give_up_leases`` is called before anything is evicted. ``request_share`` is the part of the
+        tier that the blocks of one request may take.
         """
         self.ssd = ssd
         self.index = index
         self._context = context
         self._format = frame_format
         self._give_up_leases = give_up_leases
+        self._request_blocks = plan.request_blocks(ssd.high_bytes // ssd.block_bytes, request_share)
         self._pending: dict[BlockKey, BlockKey] = {}
         """Keys in the queue with their parents': they count as stored for parents and duplicates."""
         self._uses: dict[BlockKey, int] = {}
@@ -230,15 +234,16 @@ class OwnedSsd:
         expires = NEVER if ttl is None else self._context.wall_clock() + ttl
         with self._context.lock:
             known = self.known_blocks(prefix)
-            decided = plan.stores(first, stop, known)
+            decided = plan.stores(first, stop, known, self._request_blocks)
             self._context.metrics.present_blocks += decided.present
             amends = self._renew(prefix, min(known, stop), expires, is_pinned=is_pinned)
             self._wish(prefix, min(known, stop), expires, is_pinned=is_pinned)
         for keys, fields in amends:
             self._amend(keys, **fields)
+        self._context.count_drop("no_parent", decided.orphans)
+        self._context.count_drop("request_share", decided.excess)
         if decided.store is None:
-            self._context.count_drop("no_parent", decided.orphans)
-            return Taken(min(known, stop), decided.present, decided.orphans)
+            return Taken(min(known, stop), decided.present, decided.orphans + decided.excess)
         with self._context.lock:
             space = self.namespaces.hold(prefix.root, namespace)
             tick = self._context.next_sequence()
@@ -250,7 +255,7 @@ class OwnedSsd:
         finally:
             with self._context.lock:
                 self._release(space)
-        self._context.count_drop(reason, stop - end)
+        self._context.count_drop(reason, decided.store.stop - end)
         return Taken(end, decided.present, stop - end)
 
     def _queue(

@@ -63,6 +63,7 @@ class SharedTiers(OpenStore):
         wall_clock: Callable[[], float],
         secret: bytes | None = None,
         scrub_bytes_per_second: int = 0,
+        request_share: float = 1.0,
         read_threads: int = 1,
         policy: Policy[Segment] | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class SharedTiers(OpenStore):
             clock=clock,
             wall_clock=wall_clock,
             scrub_bytes_per_second=scrub_bytes_per_second,
+            request_share=request_share,
         )
         if window.capacity_bytes and window.is_too_small:
             logger.warning("%s", self._window_alarm())

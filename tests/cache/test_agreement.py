@@ -28,6 +28,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "scrub_bytes_per_second": (0, "1MiB"),
     "read_threads": (1, 2),
     "policy": ("lru", "s3fifo"),
+    "request_share": (0.5, 0.25),
 }
 """Options that a store is not named for: a value, and another."""
 FOR = {
