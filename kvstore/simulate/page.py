@@ -609,7 +609,7 @@ def _again(found: Found) -> Iterator[Markup]:
     }
     facts = {
         "trace": found["trace"]["name"],
-        "sha256": found["trace"]["sha256"],
+        "sha256": found["trace"]["sha256"] or "none: it was read from a stream",
         "kvstore": found["version"],
         "schema": str(found["schema"]),
         "seed": str(found["seed"]),

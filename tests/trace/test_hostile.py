@@ -290,8 +290,11 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = (LOGS / "mooncake_toolagent.jsonl").read_text()
     writer = threading.Thread(target=pipe.write_text, args=(text,))
     writer.start()
-    status, out, _ = run(capsys, "simulate", pipe, "--policy", "lru", "--size", "50%", "--json")
+    page = tmp_path / "page"
+    words = ["--policy", "lru", "--size", "50%", "--json", "--html", page]
+    status, out, _ = run(capsys, "simulate", pipe, *words)
     writer.join()
+    assert "none: it was read from a stream" in page.read_text()
     assert (status, json.loads(out)["trace"]["requests"]) == (0, 4)
     assert json.loads(out)["trace"]["sha256"] is None
 
