@@ -216,7 +216,7 @@ def _write_blocks(
     def write(key: BlockKey, data: bytes) -> None:
         record = records[key]
         seconds = 0
-        if record.expires > 0:
+        if record.expires:  # a damaged one may be negative: long ago
             seconds = int(max(1.0, min(record.expires, _LAST_SECOND)))
         mode = _PINNED if record.is_pinned else _FREE
         _write_member(stream, key.hex(), data, mode=mode, seconds=seconds)

@@ -140,7 +140,7 @@ class Namespaces:
         return gone
 
     def _free_number(self) -> int:
-        """Return the next number that nothing has: all others come before one that was free."""
+        """Return the next number that nothing has; one that was free comes after all others."""
         number = self._last % LAST_NUMBER + 1
         while number in self._entries or number in self._named or self._ssd.usage[number]:
             number = number % LAST_NUMBER + 1
@@ -162,9 +162,8 @@ class Namespaces:
         with self._context.lock:
             for number in set(numbers) - self._named:
                 self._named.add(number)
-                self._idle |= self._line_of[
-                    number
-                ].numbers  # one may have stayed for the quota alone
+                # Another one of the line may have stayed for the quota alone.
+                self._idle |= self._line_of[number].numbers
 
     def erase(self) -> None:
         """Take the names of namespaces that left off the medium.

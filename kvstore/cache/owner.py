@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.cache.context import Context
@@ -24,7 +26,7 @@ from kvstore.cache.rebuild import rebuild
 from kvstore.errors import StoreError
 from kvstore.frame import Frames, Header, head_sum
 from kvstore.index import NEVER, Position, PrefixIndex, Segment
-from kvstore.tier.records import Record, Records
+from kvstore.tier.records import PLAUSIBLE_SEQUENCE, Record, Records
 from kvstore.tier.ssd import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
 from kvstore.transfer import QueuedBlock, Writer
 
@@ -154,7 +156,7 @@ class OwnedSsd:
         self._resumes = -math.inf
         """When writing is tried again after failures, by the context's clock; infinity for never."""
         records = ssd.records()
-        ssd.usage = usage_in(records)
+        ssd.usage = usage_in(records, ssd.options.frame_bytes)
         self.namespaces = Namespaces(context, ssd)
         self._rebuild(records)
         self._sweep()
@@ -165,7 +167,9 @@ class OwnedSsd:
     def _rebuild(self, records: Records) -> None:
         """Fill the index from the records; delete and count what hangs on nothing."""
         orphans = rebuild(self.index, records, self._stick)
-        newest = int(records.sequence.max(initial=0))
+        sequence = records.sequence
+        plausible = sequence < np.uint64(PLAUSIBLE_SEQUENCE)
+        newest = int(sequence.max(initial=0, where=plausible))
         self._context.sequence = max(self._context.sequence, newest)
         if orphans:
             logger.warning("%d blocks in %s had no parent: deleted", len(orphans), self.ssd.path)

@@ -38,8 +38,10 @@ assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
 _MOST_ERROR = 65504.0
 """Largest float16."""
 _PINNED, _PACKED, _COMPRESSED = 1, 2, 4
-_LAST_SEQUENCE = 2**63
-"""What is larger is damage: no store comes here, and later sequences must still fit."""
+_MOST_SEQUENCES = 2**63
+"""What is not below is damage, and read as 0, the oldest: no store comes here."""
+PLAUSIBLE_SEQUENCE = 2**62
+"""Where counting goes on is below: one changed bit must not take it to where nothing is ordered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class Record:
             parent=parent,
             number=number,
             namespace_id=namespace,
-            sequence=min(sequence, _LAST_SEQUENCE),
+            sequence=sequence if sequence < _MOST_SEQUENCES else 0,
             page=page,
             expires=0.0 if math.isnan(expires) else expires,
             frame_bytes=size,
@@ -152,9 +154,9 @@ class Records:
 
     @property
     def sequence(self) -> NDArray[np.uint64]:
-        """Their order of recency, at most 2**63."""
-        found: NDArray[np.uint64] = np.minimum(self._rows["sequence"], np.uint64(_LAST_SEQUENCE))
-        return found
+        """Their order of recency, below 2**63."""
+        sequence = self._rows["sequence"].astype(np.uint64)
+        return np.where(sequence < np.uint64(_MOST_SEQUENCES), sequence, np.uint64(0))
 
     @property
     def expires(self) -> NDArray[np.float64]:

@@ -140,19 +140,22 @@ def pages_of(frame_bytes: IntOrArray) -> IntOrArray:
     return -(-(PAGE_HEADER_BYTES + frame_bytes) // PAGE_BYTES)
 
 
-def usage_of(records: Iterable[Record]) -> Counter[int]:
-    """Return the bytes that the frames of each namespace take in the file, as their records say."""
+def usage_of(records: Iterable[Record], frame_bytes: int = 2**32) -> Counter[int]:
+    """Return the bytes that the frames of each namespace take in the file, as their records say.
+
+    A record that names more than ``frame_bytes`` is damaged, and counts as that.
+    """
     usage: Counter[int] = Counter()
     for record in records:
-        usage[record.namespace_id] += pages_of(record.frame_bytes) * PAGE_BYTES
+        usage[record.namespace_id] += pages_of(min(record.frame_bytes, frame_bytes)) * PAGE_BYTES
     return usage
 
 
-def usage_in(records: Records) -> Counter[int]:
+def usage_in(records: Records, frame_bytes: int) -> Counter[int]:
     """Return the same of every record of a store."""
     numbers, which = np.unique(records.namespace_id, return_inverse=True)
     used = np.zeros(len(numbers), np.int64)
-    np.add.at(used, which, pages_of(records.frame_bytes) * PAGE_BYTES)
+    np.add.at(used, which, pages_of(np.minimum(records.frame_bytes, frame_bytes)) * PAGE_BYTES)
     return Counter(dict(zip(numbers.tolist(), used.tolist(), strict=True)))
 
 
@@ -497,7 +500,7 @@ class SsdTier:
 
     def _uncount(self, gone: Iterable[Record]) -> None:
         """Take records that went out of the usage."""
-        less = usage_of(gone)
+        less = usage_of(gone, self.options.frame_bytes)
         self.usage.subtract(less)
         for number in less:
             if self.usage[number] <= 0:

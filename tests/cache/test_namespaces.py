@@ -518,3 +518,59 @@ def test_the_last_generation_that_an_archive_may_have_leaves_room_for_another(
     import_store(file, tmp_path / "t", "8MiB", nothing)
     with open_cache(tmp_path / "t") as cache:
         assert cache.bump_generation() == 2**63 - 1
+
+
+# ---- numbers of records that make no sense -------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, sequence: int) -> None:
+    """Rows of `age` hang on sequences: where all are equal, none is found again and none goes."""
+    path = tmp_path / "s"
+    with open_cache(path, ssd_bytes="1MiB") as cache:
+        tokens = put(cache, 1)
+        cache.flush()
+        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], sequence=sequence)
+    for first in (100, 300):
+        with open_cache(path, ssd_bytes="1MiB") as cache:
+            prompts = [put(cache, seed) for seed in range(first, first + 200)]
+            cache.flush()
+            ssd = owned(cache).ssd
+            assert max(record.sequence for _, record in ssd.records_after(b"", 999)) <= max(
+                sequence, 2000
+            )
+            assert cache._shared.context.sequence < 2000
+            with ssd._reading() as txn:
+                rows = txn.stat(ssd._age)["entries"]
+            assert rows <= ssd.block_count + 1
+            assert [hit(cache, each) for each in prompts[-20:]] == [1] * 20
+
+
+def test_a_size_that_no_frame_has_costs_a_namespace_none_of_its_quota(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with open_cache(path, ssd_quota=8 * BLOCK_BYTES) as cache:
+        tokens = put(cache, 1, 4)
+        cache.flush()
+        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(3)], frame_bytes=2**32 - 1)
+    with open_cache(path) as cache:
+        more = put(cache, 2, 4)
+        cache.flush()
+        assert (hit(cache, tokens), hit(cache, more)) == (4, 4)
+        assert cache.stats()["namespaces"][0]["bytes"] == 8 * BLOCK_BYTES
+        owned(cache).evict_to(0)
+        assert owned(cache).ssd.usage == {}
+
+
+@pytest.mark.parametrize("expires", [math.nan, math.inf, -math.inf, -1.0, 1e308])
+def test_an_expiry_that_is_no_time_is_never_or_long_ago(tmp_path: Path, expires: float) -> None:
+    path = tmp_path / "s"
+    with open_cache(path) as cache:
+        tokens = put(cache, 1)
+        cache.flush()
+        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], expires=expires)
+    export_store(path, tmp_path / "a.tar", (), nothing)
+    import_store(tmp_path / "a.tar", tmp_path / "t", "8MiB", nothing)
+    for store in (path, tmp_path / "t"):
+        with open_cache(store) as cache:
+            assert hit(cache, tokens) == (0 if expires < 0 else 1)
+    assert main(["stats", str(path)]) == main(["inspect", str(path)]) == 0

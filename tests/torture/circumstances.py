@@ -217,8 +217,8 @@ def turnovers(case: Case) -> list[Finding]:
             nonlocal highest
             highest = max(highest, (path / "data.mdb").stat().st_size)
 
-        def put(puts: Sequence[Put], uses: Any = None) -> None:
-            real_put(puts, uses)
+        def put(puts: Sequence[Put], uses: Any = None, facts: Any = None) -> None:
+            real_put(puts, uses, facts)
             measure()
 
         def delete(keys: Any) -> None:

@@ -31,6 +31,7 @@ from kvstore import (
     StoreError,
     WindowSnapshot,
 )
+from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.scope import Scope
 from kvstore.tier.ssd import usage_of
 from tests.builders import Clock
@@ -450,6 +451,7 @@ class CacheModel:
         with side._changing:
             usage = usage_of(record for _, record in side.ssd.records())
             assert +side.ssd.usage == usage == side.ssd.usage, "bytes by namespace do not recount"
+            assert usage.keys() <= namespace_facts(side.ssd).keys(), "a block of no namespace"
             spaces = side.namespaces.table({}, usage)
             used = sum(space["bytes"] for space in spaces if space["tenant"] == "tenant 1")
             assert used <= QUOTA or side._undeleted, "a tenant is above its quota"
