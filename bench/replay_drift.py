@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.replay_quality import (
+    LEAST_KL,
     MEASURES,
     MILLIBITS,
     SCORED_TOKENS,
@@ -315,48 +316,50 @@ def write_tables(found: Mapping[str, Any]) -> None:
         ],
     )
     print(f"the first token alone, then the mean of {SCORED_TOKENS}")
-    header = ("turns", "late KL", "excess a turn", "late excess", "excess loss", "changed, %")
+    columns = (
+        ("late KL", "late_kl", MILLIBITS, 3),
+        ("moved a turn", "moved_kl_a_turn", MILLIBITS, 4),
+        ("late moved", "late_moved_kl", MILLIBITS, 3),
+        ("late excess", "late_excess_kl", MILLIBITS, 3),
+        ("excess loss", "late_excess_loss", MILLIBITS, 2),
+        ("changed, %", "late_changed", 100, 2),
+    )
     write_table(
-        header,
+        ("turns", *(title for title, *_ in columns)),
         [
             (
                 name,
-                shown(one["late_kl"], MILLIBITS, 3),
                 *(
-                    "-" if one[field] is None else shown(one[field], MILLIBITS, digits)
-                    for field, digits in (
-                        ("excess_kl_a_turn", 4),
-                        ("late_excess_kl", 3),
-                        ("late_excess_loss", 2),
-                    )
+                    "-" if one[field] is None else shown(one[field], scale, digits)
+                    for _, field, scale, digits in columns
                 ),
-                shown(one["late_changed"], 100, 2),
             )
             for name, one in found["drift"].items()
         ],
     )
+    print("late: the last quarter of the turns; moved: KL of the chain beside once")
     print("mbit: thousandths of a bit a byte; in brackets 95 % intervals")
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """Return the excess KL of each chain against turns, as SVG."""
+    """Return how far earlier turns' replays move each chain, against turns, as SVG."""
     series = []
     for name, one in found["drift"].items():
         if one["excess_kl"] is None:
             continue
         points = []
-        for at in range(0, len(one["excess_kl"]), PLOTTED_TURNS):
-            part = one["excess_kl"][at : at + PLOTTED_TURNS]
+        for at in range(0, len(one["moved_kl"]), PLOTTED_TURNS):
+            part = one["moved_kl"][at : at + PLOTTED_TURNS]
             mean = float(np.mean(part))
             own = {"mean": mean, "low": mean, "high": mean}
-            points.append(point(at + len(part) / 2, own, -np.inf))
+            points.append(point(at + len(part) / 2, own, LEAST_KL))
         series.append(Series(name, tuple(points), is_line=True))
     return chart(
         series,
-        title=f"What earlier turns' replays cost, {found['encoder_layers']} encoder layers",
+        title=f"What earlier turns' replays move, {found['encoder_layers']} encoder layers",
         x=Axis(f"turns, of {TURN_TOKENS} tokens"),
-        y=Axis("excess KL, mbit a byte"),
-        description="The excess KL divergence of each chain by turn.",
+        y=Axis(f"KL beside once, mbit a byte (at most {LEAST_KL:g}: at the bottom)", is_log=True),
+        description="The KL divergence of each chain beside the same turn over a cold run's entries.",
     )
 
 

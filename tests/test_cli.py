@@ -362,7 +362,7 @@ def test_table_json_and_page_have_one_decision_and_its_command(
     write_hot_and_once(path)
     given = [] if "flat" in words and policy.endswith("optimal") else ["--policy", policy]
     given = given or ["--policy", "lru,s3fifo"]
-    arguments = [path, *given, "--size", "20b,50%", *words]
+    arguments: list[str | Path] = [path, *given, "--size", "20b,50%", *words]
     found = json.loads(printed(capsys, "simulate", *arguments, "--json"))
     choice, command = found["recommendation"]["choice"], found["recommendation"]["command"]
     again = json.loads(printed(capsys, *shlex.split(command)[1:], "--json"))

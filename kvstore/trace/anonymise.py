@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.errors import TraceError
 from kvstore.trace.chained import parents
 from kvstore.trace.columns import MILLISECOND, SECOND, Trace
-from kvstore.trace.fields import json_object, label, whole_number
+from kvstore.trace.fields import json_object, label, size, whole_number
 from kvstore.trace.reading import Columns, Options, Row
 from kvstore.trace.source import documents
 
@@ -43,9 +43,7 @@ def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -
     if unit not in UNITS:
         msg = f"no unit of time named {unit!r}; expected one of {', '.join(UNITS)}"
         raise ValueError(msg)
-    if block_size < 1:
-        msg = f"expected a block size of 1 or more, found {block_size}"
-        raise ValueError(msg)
+    size(block_size, "a block size")
     path = Path(path)
     columns = Columns(path)
     for document, stream in documents(path):
