@@ -338,14 +338,14 @@ def test_blocks_that_come_free_soon_are_waited_for_a_moment(tmp_path: Path) -> N
             side.add(request)
             side.admit(request, table, 0)
             side.plan([(str(number), 300)], (), lambda _: table)
-            assert not side.frees_blocks_soon, "its blocks are its own"
+            assert not side.frees_blocks_soon(), "its blocks are its own"
             assert side.finish(request, table)
-            assert side.frees_blocks_soon
+            assert side.frees_blocks_soon()
             now += 1.0
-            assert not side.frees_blocks_soon, "a disk that hangs must not hold up the engine"
+            assert not side.frees_blocks_soon(), "a disk that hangs must not hold up the engine"
         side.take_report(None, (), ["0", "1"])
         now -= 1.0
-        assert not side.frees_blocks_soon
+        assert not side.frees_blocks_soon()
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
