@@ -303,7 +303,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @override
     def has_pending_block_frees(self) -> bool:
         """Return whether vLLM should wait a moment for blocks, rather than preempt a request."""
-        return self.scheduler_side.frees_blocks_soon
+        return self.scheduler_side.frees_blocks_soon()
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -331,7 +331,6 @@ class SchedulerSide:
         self._awaited.add(request.request_id)
         return True
 
-    @property
     def frees_blocks_soon(self) -> bool:
         """Say whether a finished request is about to give back blocks that a save still reads."""
         newest = next(reversed(self._ending.values()), None)

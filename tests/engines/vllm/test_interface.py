@@ -405,6 +405,7 @@ def test_options() -> None:
         ({"path": "/store", "ssd_byte": 1}, "ssd_byte"),
         ({"path": "/store", "tenant": 3}, "tenant"),
         ({"path": "/store", "secret": 1}, "secret"),
+        ({"path": "/store", "fixed_weights": "yes"}, "fixed_weights"),
     ],
 )
 def test_options_that_are_refused(extra: dict[str, Any], what: str) -> None:
