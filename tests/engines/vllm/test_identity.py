@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -218,9 +218,10 @@ def save_adapter(folder: Path, value: float) -> LoRARequest:
 class VllmIdentity:
     """This connector, as the contract of identity asks it."""
 
-    absent: ClassVar = {
-        "tokenizer": "vLLM hands over token ids: what a tokenizer decides is in the tokens",
-    }
+    def __init__(self) -> None:
+        self.absent = {
+            "tokenizer": "vLLM hands over token ids: what a tokenizer decides is in the tokens",
+        }
 
     def served(self, path: Path, row: str | None) -> int:
         base = Setting(model=Path(save_model(path.parent / "model", "llama")))
