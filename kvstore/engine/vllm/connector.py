@@ -131,8 +131,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 readers if len(readers) == len(shards) else (),
                 base,
                 options.tenant,
-                sends_events=events is not None and events.enable_kv_cache_events,
                 lora=adapter_rule(vllm_config),
+                sends_events=events is not None and events.enable_kv_cache_events,
             )
         else:
             rank = parallel.rank % ranks

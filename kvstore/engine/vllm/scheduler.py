@@ -111,8 +111,8 @@ class SchedulerSide:
         base: kvstore.Namespace,
         tenant: str,
         *,
-        sends_events: bool,
         lora: str = "",
+        sends_events: bool,
     ) -> None:
         """Plan for an engine over the stores of its writing ranks, one reader each.
 
@@ -122,13 +122,13 @@ class SchedulerSide:
         self._base = base
         self._tenant = tenant
         self._sends_events = sends_events
-        self._lora = lora
-        self._images = Images()
         self._block_tokens = engine.block_tokens
         self._has_windows = bool(engine.windows)
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
         """Finished requests whose blocks vLLM keeps until workers let go of them."""
+        self._images = Images()
+        self._lora = lora
         self._adapters: dict[tuple[int, str, str], str] = {}
         self._pools: dict[int, frozenset[bytes]] = {}
         self._loads: list[Work] = []
