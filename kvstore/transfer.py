@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -194,6 +195,7 @@ class Job:
         self._changed = threading.Condition()
         self._parts = frozenset(parts)
         self._ready: set[Part] = set()
+        self._is_copying = False
         self._is_done = False
         self.is_cancelled = False
         self.loaded_tokens = 0
@@ -234,13 +236,30 @@ class Job:
     def cancel(self) -> None:
         """Stop as soon as possible; return after the last copy that touches the caller's memory.
 
+        It waits for a copy that is under way, and neither for the job's turn nor for room in a queue:
+        the job may be ``done`` later, and touches nothing on its way there.
+
         Raises:
             StoreError: if that takes longer than the deadline; then the memory is still in use.
         """
-        self.is_cancelled = True
-        if not self.wait():
+        with self._changed:
+            self.is_cancelled = True
+            is_free = self._changed.wait_for(lambda: not self._is_copying, BARRIER_SECONDS)
+        if not is_free:
             msg = f"a job did not stop within {BARRIER_SECONDS:.0f} s; is the disk or the device stalled?"
             raise StoreError(msg)
+
+    @contextmanager
+    def copying(self) -> Iterator[bool]:
+        """Say whether the caller's memory may be touched in this block. For the work itself."""
+        with self._changed:
+            self._is_copying = not self.is_cancelled
+        try:
+            yield self._is_copying
+        finally:
+            with self._changed:
+                self._is_copying = False
+                self._changed.notify_all()
 
     def mark_ready(self, group: str, layer: int) -> None:
         """Note that one layer is in place. For the work itself."""

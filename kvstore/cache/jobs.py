@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,17 +47,19 @@ class DeviceEvent(Protocol):
 
 
 Event = threading.Event | DeviceEvent
-"""What must have happened before an engine's pages may be read."""
+"""What must have happened before an engine's pages may be read, or written."""
 
 
-def await_event(event: Event | None, job: Job | None = None) -> bool:
-    """Wait until an engine has written its pages; say whether it has, within the deadline.
+def await_event(event: Event | None, job: Job | None = None, deadline: float = math.inf) -> bool:
+    """Wait until an engine is through with its pages; say whether it is, within the deadline.
 
     A job that is cancelled does not wait on, unless a device is to be reached: that cannot be left.
     """
     if isinstance(event, threading.Event):
         for _ in range(math.ceil(BARRIER_SECONDS / POLL_SECONDS)):
             if event.wait(POLL_SECONDS) or (job is not None and job.is_cancelled):
+                break
+            if time.monotonic() >= deadline:
                 break
         return event.is_set()
     if event is not None:
@@ -138,6 +141,8 @@ class Load:
     stop: int
     """Where a block ends, as every hit does."""
     hold: Hold
+    after: Event | None = None
+    """What the pages wait for: until then they are another's."""
     deadline: float = math.inf
     """Of ``time.monotonic``."""
 
@@ -219,15 +224,18 @@ class Jobs:
             job.stored = self._store(save, save.prefix, {})
             return
         at = begin = max(first, known)  # what is there already is not copied out of the pages
-        end = at * size
+        end, present = at * size, begin - first
         while not job.is_cancelled:
             until = min(stop, at + self._chunk)
-            entries = save.source.gather(at * size, until * size)
+            with job.copying() as may_copy:
+                if not may_copy:
+                    break
+                entries = save.source.gather(at * size, until * size)
             part = self._store(save, save.prefix.cut(until), entries, at * size)
-            end, at = part.end, until
+            end, at, present = part.end, until, present + part.present
             if part.dropped or at == stop:
                 break
-        job.stored = Stored(end, begin - first, stop - end // size)
+        job.stored = Stored(end, present, stop - end // size)
 
     def _store(
         self,
@@ -250,7 +258,8 @@ class Jobs:
         """Bring wave after wave, each of all blocks: while one piece is copied the next one is read.
 
         A block that turns out bad ends what counts, also where earlier waves had it. With a deadline
-        there is one wave, of all layers, so that what came in time is of use.
+        there is one wave, of all layers, so that what came in time is of use. The first piece is read
+        while the pages are not ours yet, and copied when they are.
         """
         size, frames = self._block_tokens, self._tiers.format
         first, end = load.start // size, load.stop // size
@@ -280,6 +289,8 @@ class Jobs:
                     until = min(have, end) * size
                     if self._copy(job, load, before, room, until) and before.wave is waves[-1]:
                         done = max(done, until)
+                elif not await_event(load.after, job, load.deadline):
+                    end = first
                 underway = begun
         finally:
             self._tiers.release(load.hold)
@@ -305,11 +316,12 @@ class Jobs:
             return False
         is_last = until == load.stop
         for layer, group, row in _in_order(self._tiers.format.layout, piece.wave):
-            if job.is_cancelled:
-                return False
             ratio = group.tokens_per_entry
             rows = entries[group.name][row, (begin - base) // ratio : (until - base) // ratio]
-            load.target.scatter(group, group.layers.index(layer), begin // ratio, rows)
+            with job.copying() as may_copy:
+                if not may_copy:
+                    return False
+                load.target.scatter(group, group.layers.index(layer), begin // ratio, rows)
             if is_last:
                 job.mark_ready(group.name, layer)
         return True

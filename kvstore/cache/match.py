@@ -198,7 +198,10 @@ class PinnedPages(Pages):
         return self.hold.is_released
 
     def release(self) -> None:
-        """Drop the pin; private pages are free again. Idempotent."""
+        """Drop the pin; private pages are free again. Idempotent.
+
+        Other blocks may be written to them at once: a device must have run what reads them.
+        """
         self._keeper.release(self.hold)
 
     def __enter__(self) -> PinnedPages:

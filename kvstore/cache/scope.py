@@ -225,7 +225,13 @@ class Scope:
 
     @overload
     def load(
-        self, match: Match, into: Pages, start: int = 0, *, timeout: float | None = None
+        self,
+        match: Match,
+        into: Pages,
+        start: int = 0,
+        *,
+        after: Event | None = None,
+        timeout: float | None = None,
     ) -> Job: ...
 
     def load(
@@ -234,6 +240,7 @@ class Scope:
         into: Pages | None = None,
         start: int = 0,
         *,
+        after: Event | None = None,
         timeout: float | None = None,
     ) -> PinnedPages | Job:
         """Bring a match to where attention reads it.
@@ -245,18 +252,23 @@ class Scope:
 
         With ``into``, copy entries of tokens ``[start, hit)`` into the engine's own pages in the
         background and return the job. What lies below ``start`` is left alone: it may be another
-        request's. The job has a pin of its own, so the match need not stay entered, and it never
+        request's. ``after`` is a ``threading.Event`` or a device's event, and nothing is written
+        before it happened: a device may still have work queued that touches these pages, such as
+        zeroing them or the step of their last owner. The job has a pin of its own, so the match need not stay entered, and it never
         touches the match: ``job.loaded_tokens`` and ``job.failed_blocks`` tell what was bad. Layers
         arrive in their order, each for all tokens, so that ``job.wait_group`` lets an engine begin
         with the first ones; with a ``timeout`` blocks arrive in their order, of all layers, so that
         a part is of use.
 
         Raises:
-            ValueError: if ``into`` does not fit the layout or lacks pages of the hit, or ``start``
-                is not a multiple of the layout's alignment within the hit.
+            ValueError: if ``into`` does not fit the layout or lacks pages of the hit, ``start`` is
+                not a multiple of the layout's alignment within the hit, or ``after`` has no ``into``.
         """
         self._shared.guard()
         timeout = _timeout(timeout)
+        if into is None and after is not None:
+            msg = "after is for pages of an engine, found no such pages; give into too"
+            raise ValueError(msg)
         if into is None:
             return self._shared.load(match, timeout)
         start = _place(start, "start of a load", self.layout.alignment, match.hit_tokens)
@@ -268,6 +280,7 @@ class Scope:
             start=start,
             stop=match.hit_tokens,
             hold=self._shared.hold_blocks(match),
+            after=after,
             deadline=math.inf if timeout is None else time.monotonic() + timeout,
         )
         return self._shared.jobs.load(load)

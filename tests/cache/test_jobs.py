@@ -25,6 +25,7 @@ from kvstore import (
     StoreError,
 )
 from kvstore.cache import jobs
+from kvstore.cache.shared import SharedTiers
 from kvstore.codec import codec_for
 from kvstore.frame import FrameFormat
 from kvstore.tier.paged import PagedEntries
@@ -38,6 +39,7 @@ from tests.stores import (
     owned,
     tokens_of,
 )
+from tests.streams import Stream
 
 LAYOUTS = pytest.mark.parametrize("layout", [DENSE, WINDOWED], ids=["dense", "windowed"])
 UNTOUCHED = 0xA5
@@ -382,11 +384,64 @@ def test_a_cancelled_load_touches_nothing_afterwards(tmp_path: Path, hold_jobs: 
         assert job.is_cancelled
         hold_jobs()
         canceller.join(30)
-        assert job.done
+        assert job.wait()
         assert (job.loaded_tokens, job.failed_blocks) == (0, (0, 1, 2, 3))
         again = cache.load(cache.lookup(tokens), engine.pages)
         assert again.wait()
         assert again.loaded_tokens == 4 * BLOCK
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["waves", "one wave"])
+def test_a_load_comes_after_what_a_device_has_queued(tmp_path: Path, timeout: float | None) -> None:
+    tokens = tokens_of(4 * BLOCK + 1)
+    with open_cache(tmp_path / "s") as cache:
+        entries = entries_of(DENSE, tokens)
+        cache.store(tokens, entries)
+        cache.flush()
+        for is_ordered in (False, True):
+            engine, stream = Engine(DENSE, 4), Stream()
+            for tensor in [tensor for layers in engine.backing.values() for tensor in layers]:
+                stream.queue(tensor.zero_)  # as an engine clears the new pages of a request
+            after = stream.record() if is_ordered else None
+            stream.queue(lambda: None)  # what comes behind the event is not waited for
+            job = cache.load(cache.lookup(tokens), engine.pages, after=after, timeout=timeout)
+            assert job.wait()
+            assert job.loaded_tokens == 4 * BLOCK
+            assert len(stream) == 1 or not is_ordered
+            stream.run()
+            found = engine.entries(4 * BLOCK)
+            alike = [
+                np.array_equal(found[name], entries[name][:, : found[name].shape[1]])
+                for name in found
+            ]
+            assert alike == [is_ordered] * len(alike)
+
+
+def test_pages_that_stay_anothers_are_not_loaded_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(3 * BLOCK + 1)
+    engine = Engine(DENSE, 4)
+    with open_cache(tmp_path / "s") as cache:
+        cache.store(tokens, entries_of(DENSE, tokens))
+        cache.flush()
+        never = threading.Event()
+        with cache.lookup(tokens) as match:
+            cancelled = cache.load(match, engine.pages, after=never)
+            assert not cancelled.wait(0.05)
+            cancelled.cancel()
+            late = cache.load(match, engine.pages, after=never, timeout=0.01)
+            assert late.wait()
+            monkeypatch.setattr(jobs, "BARRIER_SECONDS", 0.01)
+            given_up = cache.load(match, engine.pages, after=never)
+            assert given_up.wait(30)
+            with pytest.raises(ValueError, match="found no such pages; give into too"):
+                cache.load(match, after=never)  # type: ignore[call-overload]
+        for job in (cancelled, late, given_up):
+            assert (job.loaded_tokens, job.failed_blocks, job.error) == (0, (0, 1, 2), None)
+        for found in engine.entries(3 * BLOCK).values():
+            assert (found == UNTOUCHED).all()
+        assert len(owned(cache).index.evict(3)) == 3, "no pin is left"
 
 
 def test_a_save_waits_for_its_event_and_publishes_nothing_before(tmp_path: Path) -> None:
@@ -418,6 +473,37 @@ def test_a_cancelled_save_waits_for_no_event_and_holds_up_no_other(tmp_path: Pat
         assert later.wait()
         assert [job.stored.dropped for job in (waiting, queued, later)] == [3, 3, 0]
         assert cache.stats()["counters"]["dropped_blocks"]["total"] == 0
+
+
+def test_who_cancels_waits_for_copies_and_for_nothing_else(
+    tmp_path: Path, hold_jobs: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(3 * BLOCK + 1)
+    engine = Engine(DENSE, 4)
+    engine.fill(tokens)
+    offered, room = threading.Event(), threading.Event()
+    store = SharedTiers.store
+
+    def late_store(self: SharedTiers, *args: Any, **options: Any) -> Any:
+        offered.set()
+        assert room.wait(30)  # as for room in the queue of a slow disk
+        return store(self, *args, **options)
+
+    with open_cache(tmp_path / "s") as cache:
+        copying = cache.save(tokens, engine.pages)
+        queued = cache.save(tokens, engine.pages)
+        assert hold_jobs.reached.wait(30)
+        queued.cancel()  # it has not had its turn
+        assert not copying.done
+        monkeypatch.setattr(SharedTiers, "store", late_store)
+        hold_jobs()
+        assert offered.wait(30)
+        copying.cancel()  # its copy is made
+        assert not copying.done
+        room.set()
+        assert copying.wait()
+        assert queued.wait()
+        assert [job.stored.end for job in (copying, queued)] == [3 * BLOCK, 0]
 
 
 def test_pages_of_numbers_are_refused_for_a_group_of_opaque_bytes(tmp_path: Path) -> None:

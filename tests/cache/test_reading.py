@@ -334,7 +334,7 @@ def test_a_cancelled_load_begins_no_further_run(
         known.set()
         assert third.wait(SOON)
         job.cancel()
-        assert job.done
+        assert job.wait()
         assert reads == 3
 
 

@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
 from kvstore.engine.paged import shard_name, shard_of
-from kvstore.engine.vllm.faults import log
+from kvstore.engine.vllm.faults import log, log_as_vllm
 from kvstore.engine.vllm.groups import engine_layout
 from kvstore.engine.vllm.messages import Identity, StepPlan, StoreStats, WorkerReport
 from kvstore.engine.vllm.options import Options, adapter_rule, base_namespace, check_supported
@@ -61,7 +61,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps the prefix cache of a vLLM engine in a store on SSD, across restarts.
 
     Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``,
-    ``secret``.
+    ``secret``, ``fixed_weights``.
 
     Raises:
         ConfigError: for other options, pipeline or context parallelism, or a kind of KV cache that
@@ -74,6 +74,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         transfer = vllm_config.kv_transfer_config
         options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
@@ -107,8 +108,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     secret=options.secret,
                     **rights,
                 )
-            except KVStoreError as error:
-                log.error("nothing is loaded from %s, and nothing stored there: %s", folder, error)
+            except Exception as error:  # a store costs hits, an engine that stops every request
+                is_ours = isinstance(error, KVStoreError)
+                log.error(
+                    "nothing is loaded from %s, and nothing stored there: %s",
+                    *(folder, error),
+                    exc_info=None if is_ours else error,
+                )
                 return None
             self._stores.append(opened)
             return opened
@@ -122,6 +128,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     "set it to 'recompute'",
                     transfer.kv_load_failure_policy,
                 )
+            if vllm_config.model_config.enable_sleep_mode and not options.fixed_weights:
+                log.warning(
+                    "whenever this engine sleeps it forgets what is stored, as vLLM resets connectors "
+                    "in the same way for new weights; if it never gets other weights while it runs, "
+                    "set fixed_weights to true in kv_connector_extra_config"
+                )
             shards = sorted({shard_of(rank, replicas) for rank in range(ranks)})
             found = [store(rank, role="reader") for rank in shards]
             readers = [reader for reader in found if reader is not None]
@@ -133,6 +145,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 options.tenant,
                 lora=adapter_rule(vllm_config),
                 sends_events=events is not None and events.enable_kv_cache_events,
+                has_fixed_weights=options.fixed_weights,
             )
         else:
             rank = parallel.rank % ranks
@@ -327,15 +340,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler_side.finish(request, ids), None
 
     @override
+    def has_pending_block_frees(self) -> bool:
+        """Return whether vLLM should wait a moment for blocks, rather than preempt a request."""
+        return self.scheduler_side.frees_blocks_soon()
+
+    @override
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events since the last call."""
         return self.scheduler_side.take_events()
 
     @override
     def reset_cache(self) -> bool:
-        """Forget everything stored, as after a weight update."""
+        """Forget everything stored, as after a weight update; nothing where weights are fixed."""
         self.scheduler_side.reset()
         return True
+
+    @override
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
+        """Return None: blocks are kept as they lie, in each layout that vLLM has."""
 
     @override
     @classmethod

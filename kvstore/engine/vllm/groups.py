@@ -165,7 +165,9 @@ def page_views(layers: PagedLayers, caches: Mapping[str, torch.Tensor]) -> list[
     """Return the registered KV ``caches`` of some layers as entries.
 
     Shapes:
-        each uint8 ``[blocks, 1, page_bytes]``, a view of vLLM's memory.
+        each uint8 ``[blocks, 1, *axes, bytes]``, a view of vLLM's memory: ``page_bytes`` of a block in
+        the order in which they lie. One run of bytes, or several where vLLM keeps other blocks or
+        other layers between the heads of a block (its layouts LHBNC and BHLNC).
 
     Raises:
         LayoutMismatch: if a tensor is not what its spec announced.
@@ -178,33 +180,49 @@ def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor
     if cache is None:
         msg = f"vLLM registered no KV cache for layer {name}, found {sorted(caches)[:4]} ..."
         raise LayoutMismatch(msg)
-    size = cache[0].nbytes
+    size, stride = cache[0].nbytes, cache.stride(0) * cache.itemsize
     # A block may be cut into kernel blocks: rows of the tensor that follow each other.
     parts = layers.page_bytes // size if size else 0
-    stride = cache.stride(0) * cache.itemsize
     is_whole = parts * size == layers.page_bytes and len(cache) % max(1, parts) == 0
-    if not (is_whole and _is_dense(cache[0]) and (parts == 1 or stride == size)):
+    axes = _runs([(parts, stride), *_axes(cache[0])]) if is_whole else []
+    is_apart = bool(_runs([(len(cache), stride), *_axes(cache[0])]))
+    if not (axes and is_apart and axes[-1][0] > cache.itemsize):
         msg = (
             f"KV cache of {name}: found {cache.dtype} {list(cache.shape)} with strides "
-            f"{list(cache.stride())}, expected blocks of {layers.page_bytes} bytes without holes; "
-            "this vLLM orders its KV cache in a way that this version does not know"
+            f"{list(cache.stride())}, expected blocks of {layers.page_bytes} bytes; "
+            "this vLLM orders its KV cache in a way that this version does not know; "
+            "serve without the connector"
         )
         raise LayoutMismatch(msg)
-    flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    flat.set_(
+    view = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    view.set_(
         cache.untyped_storage(),
         cache.storage_offset() * cache.itemsize,
-        (len(cache) // parts, 1, layers.page_bytes),
-        (stride * parts, layers.page_bytes, 1),
+        (len(cache) // parts, 1, *(length for length, _ in axes)),
+        (stride * parts, 1, *(step for _, step in axes)),
     )
-    return flat
+    return view
 
 
-def _is_dense(block: torch.Tensor) -> bool:
-    """Say whether a tensor fills the memory that it spans, in whatever order of its axes."""
-    expected = 1
-    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _axes(block: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the axes of a tensor's bytes, each its length and its step in bytes."""
+    steps = [
+        (n, step * block.itemsize) for n, step in zip(block.shape, block.stride(), strict=True)
+    ]
+    return [*steps, (block.itemsize, 1)]
+
+
+def _runs(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return axes from the widest step to the narrowest, those that make one run put together.
+
+    Returns none if they overlap: then one byte would be several.
+    """
+    runs: list[tuple[int, int]] = []
+    for length, step in sorted((axis for axis in axes if axis[0] != 1), key=lambda axis: -axis[1]):
+        if not step or (runs and runs[-1][1] < length * step):
+            return []
+        if runs and runs[-1][1] == length * step:
+            runs[-1] = (runs[-1][0] * length, step)
+        else:
+            runs.append((length, step))
+    return runs

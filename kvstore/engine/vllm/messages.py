@@ -83,6 +83,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Requests whose load failed, at least in part."""
     pooled: dict[int, frozenset[bytes]] = field(default_factory=dict)
     """Hashes of the prefixes whose window a rank holds now, of ranks where that changed."""
+    lacks_store: bool = False
+    """A worker could not open its store, so nothing can be loaded."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -91,12 +93,17 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         saved = {name: list(ends) for name, ends in self.saved.items()}
         for name, ends in other.saved.items():
             saved.setdefault(name, []).extend(ends)
-        return WorkerReport(saved, self.failed | other.failed, self.pooled | other.pooled)
+        return WorkerReport(
+            saved,
+            self.failed | other.failed,
+            self.pooled | other.pooled,
+            self.lacks_store or other.lacks_store,
+        )
 
     @property
     def is_empty(self) -> bool:
         """Say whether there is nothing to tell."""
-        return not (self.saved or self.failed or self.pooled)
+        return not (self.saved or self.failed or self.pooled or self.lacks_store)
 
 
 class StoreStats(KVConnectorStats):  # type: ignore[misc]

@@ -69,6 +69,9 @@ class Options:
     secret: bool = False
     """Whether keys are hashed under a random secret in each store's directory; for good."""
 
+    fixed_weights: bool = False
+    """Whether this server never gets other weights while it runs: a reset then forgets nothing."""
+
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
         """Return the options in ``extra``.
@@ -77,7 +80,13 @@ class Options:
             ConfigError: for a missing path, an unknown option or a value of another type.
         """
         known = [field.name for field in fields(cls)]
-        check_options("kv_connector_extra_config", extra, known, ("path", "tenant"), ("secret",))
+        check_options(
+            "kv_connector_extra_config",
+            extra,
+            known,
+            ("path", "tenant"),
+            ("secret", "fixed_weights"),
+        )
         return cls(**extra)
 
 

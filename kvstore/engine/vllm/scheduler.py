@@ -6,6 +6,7 @@ It reads the stores of all ranks and never writes one. A hit is what every rank 
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,11 @@ MEDIUM = "DISK"
 """Where KV events say that blocks are."""
 
 
+FREES_SECONDS = 0.1
+"""How long vLLM waits for blocks of a finished request before it preempts a running one. Copying them
+out takes milliseconds; computing 1,000 tokens of a preempted request again takes about as long as this."""
+
+
 @dataclass(slots=True)
 class Tracked:
     """What the scheduler's side knows of one request."""
@@ -59,6 +65,8 @@ class Tracked:
     is_admitted: bool = False
     """Its next step is the first since it got blocks."""
     is_loading: bool = False
+    ended: float = 0.0
+    """When it finished, by the clock of the scheduler's side."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     spans: list[ImageSpan] = field(default_factory=list)
     """Images of known content, in their order."""
@@ -113,6 +121,8 @@ class SchedulerSide:
         *,
         lora: str = "",
         sends_events: bool,
+        has_fixed_weights: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Plan for an engine over the stores of its writing ranks, one reader each.
 
@@ -122,6 +132,8 @@ class SchedulerSide:
         self._base = base
         self._tenant = tenant
         self._sends_events = sends_events
+        self._has_fixed_weights = has_fixed_weights
+        self._clock = clock
         self._block_tokens = engine.block_tokens
         self._has_windows = bool(engine.windows)
         self._tracked: dict[str, Tracked] = {}
@@ -135,6 +147,8 @@ class SchedulerSide:
         self._saves: list[Work] = []
         self._awaited: set[str] = set()
         self._update: str | None = None
+        self._may_load = True
+        """Whether every worker has its store."""
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
         self.faults = Faults()
@@ -161,7 +175,10 @@ class SchedulerSide:
         try:
             hints = Hints.of(wishes)
         except ConfigError as error:
-            self.faults.note("hint", error)
+            self.faults.counts["hint_faults"] += 1
+            self.faults.say(
+                "hints of a request were ignored: %s; further ones are counted only", error
+            )
             hints = Hints()
         sampling = request.sampling_params
         needs_every_row = sampling is not None and sampling.prompt_logprobs is not None
@@ -208,7 +225,7 @@ class SchedulerSide:
         if tracked is None:
             return 0
         tracked.local = local
-        if not tracked.may_load:
+        if not (tracked.may_load and self._may_load):
             return 0
         try:
             hit = self._hit(tracked)
@@ -355,9 +372,15 @@ class SchedulerSide:
             self.faults.note("save", error)
         if tracked.saving.underway is None:
             return False
+        tracked.ended = self._clock()
         self._ending[request.request_id] = tracked
         self._awaited.add(request.request_id)
         return True
+
+    def frees_blocks_soon(self) -> bool:
+        """Say whether a finished request is about to give back blocks that a save still reads."""
+        newest = next(reversed(self._ending.values()), None)
+        return newest is not None and self._clock() - newest.ended < FREES_SECONDS
 
     def _save_rest(self, tracked: Tracked, blocks: BlockIds) -> None:
         if not tracked.hints.store:
@@ -381,6 +404,7 @@ class SchedulerSide:
         """Take in what the workers did; ``received`` and ``sent`` are requests they are done with."""
         if report is not None:
             self._pools |= report.pooled
+            self._may_load &= not report.lacks_store
             for request_id, ends in report.saved.items():
                 self._answered(request_id, ends)
             for request_id in report.failed:
@@ -436,14 +460,22 @@ class SchedulerSide:
         return events
 
     def reset(self) -> None:
-        """Forget everything stored: the model has other weights now, or is about to."""
+        """Forget everything stored: the model has other weights now, or is about to.
+
+        Saves that workers were not told of are dropped in any case: an engine that goes to sleep
+        resets first, and their blocks are gone when it wakes up.
+        """
+        self._saves = []
+        for tracked in self._tracked.values():
+            tracked.saving = Saving()
+        if self._has_fixed_weights:
+            return
         nonce = secrets.token_hex(8)
         self._base = updated(self._base, nonce)
         self._update = nonce
         self._pools = {}
         for tracked in self._tracked.values():
             tracked.namespace = updated(tracked.namespace, nonce)
-            tracked.saving = Saving()
             try:
                 tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
             except Exception as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.cache import Scope
+from kvstore.cache.jobs import Event
 from kvstore.engine.paged import WindowPages, pages_of
 from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
@@ -42,6 +43,15 @@ class _Underway:
     window: kvstore.WindowSnapshot | None = None
 
 
+def record_event(device: torch.device) -> Event | None:
+    """Return what a device reaches when it has run all work queued by now; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class WorkerSide:
     """Loads and saves of one rank.
 
@@ -61,6 +71,7 @@ class WorkerSide:
         *,
         writes: bool,
         open_late: Callable[[], Scope | None] = lambda: None,
+        record: Callable[[torch.device], Event | None] = record_event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -69,6 +80,7 @@ class WorkerSide:
         self._rank = rank
         self._writes = writes
         self._open_late = open_late
+        self._record = record
         self._clock = clock
         self._pages: dict[str, list[torch.Tensor]] = {}
         """vLLM's blocks of each layer, by group of the layout."""
@@ -97,9 +109,11 @@ class WorkerSide:
         """Let go of blocks that vLLM gives away in this step, before anything is written to them."""
         if plan.update is not None:
             self._forget(plan.update)
-        for request_id in plan.preempted:
-            for save in self._saves.get(request_id, ()):
-                self._end(save.job, save.deadline)
+        jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
+        for job in jobs:  # all of them, before one is waited for: the engine stands still meanwhile
+            job.is_cancelled = True
+        for job in jobs:
+            self._cancel(job)
 
     def _forget(self, nonce: str) -> None:
         """Make everything stored so far a miss: the weights are about to be others."""
@@ -112,10 +126,13 @@ class WorkerSide:
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
+        # Of all that is queued on the device, their blocks may be zeroed by an earlier step, or
+        # still be read and written by the last one of the request that had them before.
+        after = self._queued() if plan.loads else None
         for work in plan.loads:
             self._counts["loads"] += 1
             try:
-                underway = self._start_load(work)
+                underway = self._start_load(work, after)
             except Exception as error:
                 self.faults.note("load", error)
                 underway = None
@@ -125,11 +142,12 @@ class WorkerSide:
             else:
                 self._loads[work.request_id] = underway
 
-    def _start_load(self, work: Work) -> _Underway | None:
+    def _start_load(self, work: Work, after: Event | None) -> _Underway | None:
         """Return the load, or None if nothing that was promised is there any more."""
         if self._store is None:
             self._store = self._open_late()
         if self._store is None:
+            self._report.lacks_store = True
             return None
         needs_window = bool(self._engine.windows)
         scope = self._store.scope(work.namespace)
@@ -144,7 +162,7 @@ class WorkerSide:
                 if match.hit_tokens != work.stop or not match.window_hit:
                     return None
                 window = scope.window(match)
-            job = scope.load(match, into=self._blocks_of(work), start=work.start)
+            job = scope.load(match, self._blocks_of(work), work.start, after=after)
         return _Underway(work, job, self._clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
@@ -162,7 +180,7 @@ class WorkerSide:
                 if self._store is None:
                     self._answer(work, work.start)
                     continue
-                event = event or self._after_step()
+                event = event or self._queued()
                 job = self._store.scope(work.namespace).save(
                     work.tokens,
                     self._blocks_of(work),
@@ -224,6 +242,10 @@ class WorkerSide:
         if job.wait(max(0.0, deadline - self._clock())):
             return
         self._counts["overdue_jobs"] += 1
+        self._cancel(job)
+
+    def _cancel(self, job: kvstore.Job) -> None:
+        """Return when a job touches vLLM's blocks no more."""
         try:
             job.cancel()
         except StoreError as error:
@@ -262,7 +284,8 @@ class WorkerSide:
     def _end_save(self, save: _Underway) -> None:
         stored = save.job.stored
         end = save.work.start if stored is None else stored.end
-        self._counts["saved_tokens"] += end - save.work.start
+        present = 0 if stored is None else stored.present * self._engine.block_tokens
+        self._counts["saved_tokens"] += max(0, end - save.work.start - present)
         self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
         self._answer(save.work, end)
 
@@ -280,14 +303,9 @@ class WorkerSide:
             {layers.name: work.blocks[layers.index] for layers in stored},
         )
 
-    def _after_step(self) -> torch.cuda.Event | None:
-        """Return what a device reaches when it has run everything queued so far."""
-        device = self._pages[self._engine.layers[0].name][0].device
-        if device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        return event
+    def _queued(self) -> Event | None:
+        """Return what the device reaches when it has run everything queued so far."""
+        return self._record(self._pages[self._engine.layers[0].name][0].device)
 
     def _window_pages(self, work: Work) -> WindowPages:
         sizes = [layers.page_tokens for layers in self._engine.windows]
@@ -306,7 +324,7 @@ class WorkerSide:
             taken = torch.zeros(shape, dtype=torch.uint8)
             ids = _live(work, layers, first, stop).to(pages[0].device)
             for target, view in zip(taken, pages, strict=True):
-                target[first - span.start // size :] = view[ids, 0].to(target.device)
+                target[first - span.start // size :] = view[ids].flatten(1).to(target.device)
             rows[layers.name] = taken.numpy()
         snapshot = kvstore.WindowSnapshot(span.start, span.stop, rows)
         self._counts["windows_taken"] += self._store.scope(work.namespace).put_window(
@@ -324,7 +342,7 @@ class WorkerSide:
             pages = self._pages[layers.name]
             ids = _live(work, layers, first, stop).to(pages[0].device)
             for view, rows in zip(pages, torch.from_numpy(held), strict=True):
-                view[ids, 0] = rows.to(view.device)
+                view[ids] = rows.to(view.device).reshape(len(ids), *view.shape[1:])
 
     # ---- what it tells -------------------------------------------------------------------------
 

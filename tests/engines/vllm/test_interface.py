@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engines import require
@@ -23,17 +24,22 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    compute_layout_strides,
+    create_kv_cache_views,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 import kvstore
+from kvstore import Pages
 from kvstore.engine.vllm import KVStoreConnector
 from kvstore.engine.vllm.groups import engine_layout, page_views
 from kvstore.engine.vllm.options import (
@@ -44,6 +50,9 @@ from kvstore.engine.vllm.options import (
     request_namespace,
     updated,
 )
+from kvstore.tier.paged import PagedEntries
+
+LBNHC, LBHNC = KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -331,13 +340,50 @@ class TestTensors:
         "cache",
         [
             torch.zeros(5, 3, 32, 64, dtype=torch.bfloat16),
-            torch.zeros(3, 5, 32, 128, dtype=torch.bfloat16).transpose(0, 1),
+            torch.zeros(1, 3, 32, 128, dtype=torch.bfloat16).expand(5, 3, 32, 128),
+            torch.zeros(5, 1, 32, 128, dtype=torch.bfloat16).expand(5, 3, 32, 128),
             torch.zeros(5, 3, 32, 256, dtype=torch.bfloat16)[:, :, :, ::2],
         ],
     )
     def test_other_tensors_are_refused(self, cache: torch.Tensor) -> None:
         with pytest.raises(kvstore.LayoutMismatch, match="expected blocks of"):
             self.views(cache)
+
+    @pytest.mark.parametrize(
+        ("layout", "kernel_block"),
+        # vLLM cuts blocks into kernel blocks only where each is one run of bytes.
+        [*((layout, 32) for layout in KVCacheLayout), (LBNHC, 16), (LBNHC, 8), (LBHNC, 16)],
+    )
+    def test_every_layout_of_vllm_is_read_and_written_whole(
+        self, layout: KVCacheLayout, kernel_block: int
+    ) -> None:
+        """Blocks of two layers go out of one engine's memory and into that of another."""
+        blocks, spec = 6, dense(32)
+        found = engine_layout(config((names(0, 1), spec)), "one")
+        [layers] = found.layers
+        layer_step, block_step, *_ = compute_layout_strides(spec, blocks, 2, layout)
+        size = 2 * blocks * layers.page_bytes
+        place = KVCacheTensor(size, names(0, 1), layer_step, block_step)
+        engines, paged = [], []
+        for seed, ids in enumerate(([4, 1, 0, 3], [1, 2, 5, 0])):
+            memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, np.uint8))
+            caches = create_kv_cache_views(
+                memory.view(torch.int8), spec, blocks, layout, place, kernel_block
+            )
+            views = page_views(layers, dict(zip(names(0, 1), caches, strict=True)))
+            engines.append(caches)
+            paged.append(PagedEntries(found.layout, Pages({"kv": views}, ids), 128))
+        held = [cache.clone() for cache in engines[1]]
+        entries = paged[0].gather(0, 128)["kv"]
+        assert entries.shape == (2, 4, layers.page_bytes)
+        for layer in range(2):
+            paged[1].scatter(found.layout.groups[0], layer, 0, entries[layer])
+        for caches in zip(*engines, held, strict=True):
+            source, target, before = (
+                cache.view(torch.uint8).unflatten(0, (blocks, -1)) for cache in caches
+            )
+            assert torch.equal(target[[1, 2, 5, 0]], source[[4, 1, 0, 3]])
+            assert torch.equal(target[[3, 4]], before[[3, 4]]), "blocks of others stay"
 
     def test_a_missing_tensor_is_named(self) -> None:
         with pytest.raises(kvstore.LayoutMismatch, match=names(0)[0]):
@@ -360,6 +406,7 @@ def test_options() -> None:
         ({"path": "/store", "ssd_byte": 1}, "ssd_byte"),
         ({"path": "/store", "tenant": 3}, "tenant"),
         ({"path": "/store", "secret": 1}, "secret"),
+        ({"path": "/store", "fixed_weights": "yes"}, "fixed_weights"),
     ],
 )
 def test_options_that_are_refused(extra: dict[str, Any], what: str) -> None:

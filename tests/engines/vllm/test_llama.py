@@ -91,12 +91,12 @@ def test_a_load_begins_where_the_local_cache_ends(
         loads: list[tuple[Work, list[torch.Tensor]]] = []
         start_load = worker.worker_side._start_load
 
-        def watch(work: Work) -> Any:
+        def watch(work: Work, after: Any) -> Any:
             below = list(work.blocks[0][: work.start // BLOCK])
             loads.append((work, [page[below].clone() for page in pages]))
             for page in pages:  # what a load must leave alone is worth noticing
                 page[below] = 0x5A
-            return start_load(work)
+            return start_load(work, after)
 
         monkeypatch.setattr(worker.worker_side, "_start_load", watch)
         found = ask(llm, [prompt(300, seed=0)], count=1)  # 256 of it are in the store
