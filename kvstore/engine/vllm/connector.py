@@ -7,14 +7,15 @@ and open the same folders: a worker owns the store of its rank, the scheduler re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -22,14 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
 from kvstore.engine.paged import shard_name, shard_of
 from kvstore.engine.vllm.faults import log, log_as_vllm
 from kvstore.engine.vllm.groups import engine_layout
-from kvstore.engine.vllm.messages import StepPlan, StoreStats, WorkerReport
-from kvstore.engine.vllm.options import Options, base_namespace, check_supported
+from kvstore.engine.vllm.messages import Identity, StepPlan, StoreStats, WorkerReport
+from kvstore.engine.vllm.options import Options, adapter_rule, base_namespace, check_supported
 from kvstore.engine.vllm.scheduler import SchedulerSide
 from kvstore.engine.vllm.worker import WorkerSide
 from kvstore.errors import KVStoreError
@@ -44,6 +46,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+def attention_backends(config: VllmConfig) -> list[str]:
+    """Return which attention backend each loaded layer of an engine uses."""
+    layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
+    return sorted(
+        f"{name} {'.'.join(layer.get_attn_backend().full_cls_name())}"
+        for name, layer in layers.items()
+    )
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -67,7 +78,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
-        base = base_namespace(vllm_config, options.tenant, kv_cache_config.kv_cache_layout)
+        self._is_identified = False
+        """Whether the workers have said whose cache it is, in the connector of the scheduler."""
+        is_worker = role == KVConnectorRole.WORKER
+        base = base_namespace(
+            vllm_config,
+            options.tenant,
+            kv_cache_config.kv_cache_layout,
+            attention_backends(vllm_config) if is_worker else (),
+        )
+        self._base = base
         engine = engine_layout(kv_cache_config, vllm_config.model_config.hf_config.model_type)
         parallel = vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
@@ -117,15 +137,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shards = sorted({shard_of(rank, replicas) for rank in range(ranks)})
             found = [store(rank, role="reader") for rank in shards]
             readers = [reader for reader in found if reader is not None]
-            if readers:  # salts and adapters share the generation of the weights
-                newest = max(reader.namespace.generation for reader in readers)
-                base = replace(base, generation=newest)
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 engine,
                 readers if len(readers) == len(shards) else (),
                 base,
                 options.tenant,
+                lora=adapter_rule(vllm_config),
                 sends_events=events is not None and events.enable_kv_cache_events,
                 has_fixed_weights=options.fixed_weights,
             )
@@ -166,6 +184,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take vLLM's KV tensors."""
         self.worker_side.register(kv_caches)
+
+    @override
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        """Return whose cache this is: only who has loaded the model knows all that decides it."""
+        return Identity(self._base)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -246,9 +269,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @override
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take in whose cache this is, as every worker says; without a word nothing is looked up."""
+        said = {item.base for item in metadata.values() if isinstance(item, Identity)}
+        self._is_identified = len(said) == 1
+        if self._is_identified:
+            self.scheduler_side.adopt(*said)
+
+    @override
     def on_new_request(self, request: Request) -> None:
-        """Begin to follow a request."""
-        self.scheduler_side.add(request)
+        """Begin to follow a request, unless it is not known whose cache this is."""
+        if self._is_identified:
+            self.scheduler_side.add(request)
+            return
+        self.scheduler_side.faults.say(
+            "the workers have not said, or not alike, what they compute with: nothing is stored or "
+            "loaded; serve all ranks on machines of one kind with one vLLM"
+        )
 
     @override
     def get_num_new_matched_tokens(

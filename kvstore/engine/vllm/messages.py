@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -24,6 +25,14 @@ from kvstore.engine.paged import Hints
 
 BlockIds = tuple[tuple[int, ...], ...]
 """A request's block table: ids of the engine's blocks, by KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Whose cache an engine's is, as one worker says that has loaded the model."""
+
+    base: kvstore.Namespace
+    """The namespace of requests without salt and adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,40 @@ import kvstore
 from kvstore.engine.options import check_options
 from kvstore.errors import ConfigError
 
-TENANT_RULE = "kvstore.vllm.1"
+TENANT_RULE = "kvstore.vllm.2"
 """Changes with the rule that makes namespaces, so that another rule's blocks are never found."""
+
+DECIDES: Mapping[str, tuple[str, ...]] = {
+    "model_config": (
+        *("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides"),
+        *("runner_type", "convert_type", "disable_sliding_window"),
+    ),
+    "cache_config": (
+        *("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"),
+        "swa_bounded_replay",
+    ),
+    "load_config": ("load_format", "model_loader_extra_config", "ignore_patterns"),
+    "kernel_config": (
+        *("linear_backend", "linear_backend_per_quant", "moe_backend"),
+        "sparse_indexer_topk_backend",
+    ),
+}
+"""Settings that decide KV besides weights and tokens, by the part of vLLM's config that has them."""
+ATTENTION_NAMES = ("backend", "backend_per_kind")
+"""Settings of attention that the backends chosen in the end stand for; all others decide KV."""
+ENCODER = (
+    *("language_model_only", "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),
+    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
+"""Settings that decide what a model sees of an image."""
+ADAPTERS = (
+    *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
+    *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
+)
+"""Settings that decide what an adapter does to KV."""
+ELSEWHERE = ("tensorizer",)
+"""Load formats whose weights are not in the model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +107,16 @@ def check_supported(config: Any) -> None:
                 "serve without it or without the connector"
             )
             raise ConfigError(msg)
+    for what, is_asked in (
+        ("a diffusion model", config.model_config.is_diffusion),
+        ("attention_config.use_non_causal", config.attention_config.use_non_causal),
+    ):
+        if is_asked:
+            msg = (
+                f"kvstore keeps KV that follows from the tokens before it, found {what}, whose KV "
+                "follows from later ones too; serve without the connector"
+            )
+            raise ConfigError(msg)
 
 
 def block_format(layout_name: str | None) -> list[str]:
@@ -99,31 +141,34 @@ def _vector_flags() -> list[str]:
     return sorted(word for word in words if word.startswith(("amx", "avx512")))
 
 
-def base_namespace(config: Any, tenant: str, layout_name: str | None) -> kvstore.Namespace:
+def base_namespace(
+    config: Any, tenant: str, layout_name: str | None, backends: Sequence[str] = ()
+) -> kvstore.Namespace:
     """Return the namespace of requests without salt and adapter.
 
     What decides KV besides weights and tokens is part of ``model``: the config with its overrides,
-    the dtype of computation, quantization on loading, the format of blocks. The served name, the
-    folder and the tokenizer are not: vLLM hands over token ids, in which the tokenizer's work is done.
+    the length that position tables may be chosen by, the settings of ``DECIDES``, of attention and of
+    encoders, the attention ``backends`` of the loaded layers, and the format of blocks.
+    The served name, the folder and the tokenizer are not: vLLM hands over token ids, in which the
+    tokenizer's work is done.
 
     Raises:
         ConfigError: if the weights cannot be identified.
     """
     model = config.model_config
-    described = model.hf_config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):
-        described.pop(name, None)
-    text = json.dumps(
-        [
-            described,
-            str(model.dtype),
-            str(model.quantization),
-            str(config.cache_config.cache_dtype),
-            block_format(layout_name),
-        ],
-        sort_keys=True,
-        default=str,
-    )
+    described = _described(model)
+    attention = [field.name for field in fields(config.attention_config)]
+    facts = [
+        described,
+        _length(model),
+        {part: settings(getattr(config, part), names) for part, names in DECIDES.items()},
+        settings(config.attention_config, [n for n in attention if n not in ATTENTION_NAMES]),
+        settings(model.multimodal_config, ENCODER),
+        _drafting(config),
+        list(backends),
+        block_format(layout_name),
+    ]
+    text = json.dumps(facts, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     kind = described.get("model_type", "model")
     return kvstore.Namespace(
@@ -133,9 +178,66 @@ def base_namespace(config: Any, tenant: str, layout_name: str | None) -> kvstore
     )
 
 
+def settings(part: Any, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return some settings of a part of vLLM's config, None for a part that is not there.
+
+    Raises:
+        ConfigError: if this vLLM does not have one of them.
+    """
+    if part is None:
+        return None
+    missing = [name for name in names if not hasattr(part, name)]
+    if missing:
+        msg = (
+            f"{type(part).__name__} of vLLM {vllm.__version__} has no {missing[0]!r}, which decides "
+            "what KV holds; use the vLLM that docs/vllm.md names"
+        )
+        raise ConfigError(msg)
+    return {name: getattr(part, name) for name in names}
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """Return a model's own config, without what has no part in its KV."""
+    described: dict[str, Any] = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        described.pop(name, None)
+    return described
+
+
+def _length(model: Any) -> int | str:
+    """Return the length that a model was built for.
+
+    Position tables (longrope) and the tuning of attention (Llama 4) are chosen by it, and not by the
+    shorter one that vLLM finds for ``auto`` afterwards.
+    """
+    return "auto" if model.original_max_model_len == -1 else int(model.max_model_len)
+
+
+def _drafting(config: Any) -> list[Any] | None:
+    """Return what decides the KV of layers that draft, None if there are none."""
+    speculative, model = config.speculative_config, config.model_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or _described(draft) == _described(model):  # n-grams and the like
+        return None
+    load = speculative.draft_load_config or config.load_config
+    return [
+        speculative.method,
+        _described(draft),
+        _length(draft),
+        settings(draft, DECIDES["model_config"]),
+        "the model's" if draft.model == model.model else _weights(draft, load),
+    ]
+
+
 def _weights(model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy:{model.seed}"
+    if model.model_weights or str(load.load_format) in ELSEWHERE:
+        msg = (
+            f"the weights of {model.model!r} come from {model.model_weights or load.load_format}, so "
+            "they cannot be told from others; download them and serve the folder"
+        )
+        raise ConfigError(msg)
     folder = Path(model.model)
     if folder.exists():
         return kvstore.weights_digest(folder)
@@ -164,13 +266,19 @@ def request_namespace(
     return replace(base, tenant=json.dumps([tenant, salt]), adapter=adapter)
 
 
-def adapter_identity(name: str, path: str) -> str:
-    """Return what tells a LoRA adapter from every other: its name and its weights.
+def adapter_rule(config: Any) -> str:
+    """Return what decides how an engine applies adapters, empty if it has none."""
+    rule = settings(config.lora_config, ADAPTERS)
+    return "" if rule is None else json.dumps(rule, sort_keys=True, default=str)
+
+
+def adapter_identity(name: str, path: str, rule: str = "") -> str:
+    """Return what tells a LoRA adapter from every other: its name, its weights and ``adapter_rule``.
 
     Raises:
         ConfigError: if its weights are not in a local folder.
     """
-    return json.dumps([name, kvstore.weights_digest(path)])
+    return json.dumps([name, kvstore.weights_digest(path), rule])
 
 
 def updated(base: kvstore.Namespace, nonce: str) -> kvstore.Namespace:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from kvstore.engine.paged import (
 )
 from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout
+from kvstore.engine.vllm.images import Images
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
@@ -54,6 +55,8 @@ class Tracked:
     namespace: kvstore.Namespace
     hints: Hints
     may_load: bool
+    digest: Callable[[Any], bytes | None]
+    """Returns the digest of what an image shows, None where that is not known."""
     saving: Saving = field(default_factory=Saving)
     local: int = 0
     """Leading tokens that vLLM had itself when it asked last."""
@@ -65,29 +68,42 @@ class Tracked:
     ended: float = 0.0
     """When it finished, by the clock of the scheduler's side."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    spans: list[ImageSpan] = field(default_factory=list)
+    """Images of known content, in their order."""
+    limit: int | None = None
+    """Where the first image of unknown content begins."""
+
+    @property
+    def known(self) -> int:
+        """How many leading tokens say what they stand for: all, or those before an unknown image."""
+        if self.limit is None:
+            for item in self.request.mm_features[
+                len(self.spans) :
+            ]:  # a session's next input has more
+                digest, place = self.digest(item), item.mm_position
+                if digest is None:
+                    self.limit = int(place.offset)
+                    break
+                self.spans.append(ImageSpan(place.offset, place.offset + place.length, digest))
+        count = int(self.request.num_tokens)
+        return count if self.limit is None else min(count, self.limit)
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """All tokens that vLLM has accepted.
+        """All tokens that vLLM has accepted, up to an image of unknown content.
 
         They only ever grow, but for the last one: the next input of a session takes its place.
         """
-        known = self.request.all_token_ids
-        if len(self.ids) != len(known) or (len(known) and self.ids[-1] != known[-1]):
-            self.ids = np.array(known[:], np.uint32)
-        return self.ids
+        given = self.request.all_token_ids
+        if len(self.ids) != len(given) or (len(given) and self.ids[-1] != given[-1]):
+            self.ids = np.array(given[:], np.uint32)
+        return self.ids[: self.known]
 
     @property
     def images(self) -> tuple[ImageSpan, ...]:
-        """Images among the tokens; the next input of a session may bring more."""
-        return tuple(
-            ImageSpan(
-                item.mm_position.offset,
-                item.mm_position.offset + item.mm_position.length,
-                str(item.identifier).encode(),
-            )
-            for item in self.request.mm_features
-        )
+        """Images among the known tokens."""
+        known = self.known
+        return images_within(self.spans, known)
 
 
 class SchedulerSide:
@@ -103,11 +119,15 @@ class SchedulerSide:
         base: kvstore.Namespace,
         tenant: str,
         *,
+        lora: str = "",
         sends_events: bool,
         has_fixed_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan for an engine over the stores of its writing ranks, one reader each."""
+        """Plan for an engine over the stores of its writing ranks, one reader each.
+
+        ``lora`` says how the engine applies adapters.
+        """
         self._readers = tuple(readers)
         self._base = base
         self._tenant = tenant
@@ -119,6 +139,8 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
         """Finished requests whose blocks vLLM keeps until workers let go of them."""
+        self._images = Images()
+        self._lora = lora
         self._adapters: dict[tuple[int, str, str], str] = {}
         self._pools: dict[int, frozenset[bytes]] = {}
         self._loads: list[Work] = []
@@ -130,6 +152,12 @@ class SchedulerSide:
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
         self.faults = Faults()
+
+    def adopt(self, base: kvstore.Namespace) -> None:
+        """Take in whose cache it is, as the workers say; requests come after this."""
+        # Salts and adapters share the generation of the weights.
+        seen = [reader.scope(base).namespace.generation for reader in self._readers]
+        self._base = replace(base, generation=max(seen, default=base.generation))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -162,7 +190,24 @@ class SchedulerSide:
             namespace=namespace,
             hints=hints,
             may_load=not (needs_every_row or request.skip_reading_prefix_cache),
+            digest=self._digest,
         )
+
+    def _digest(self, feature: Any) -> bytes | None:
+        """Return the digest of what an image shows; None, said and counted, where that is not known."""
+        try:
+            digest = self._images.digest(feature)
+        except Exception as error:
+            self.faults.note("digest", error)
+            return None
+        if digest is None:
+            self._counts["unknown_images"] += 1
+            self.faults.say(
+                "of image %r vLLM's scheduler has no content, or another one than before: nothing from "
+                "that image on is stored or loaded (docs/vllm.md); further ones are counted only",
+                feature.identifier,
+            )
+        return digest
 
     def _namespace(self, request: Any) -> kvstore.Namespace:
         lora = request.lora_request
@@ -170,7 +215,7 @@ class SchedulerSide:
         if lora is not None:
             key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
             if key not in self._adapters or lora.load_inplace:  # other weights in the same folder
-                self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path)
+                self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path, self._lora)
             adapter = self._adapters[key]
         return request_namespace(self._base, self._tenant, request.cache_salt, adapter)
 
@@ -293,13 +338,14 @@ class SchedulerSide:
             tracked.is_admitted = False
             tracked.settled = request.num_computed_tokens
         before = tracked.settled
-        tracked.settled = settled_tokens(request.num_tokens, request.num_computed_tokens, count)
+        known = tracked.known
+        tracked.settled = settled_tokens(known, request.num_computed_tokens, count)
         if not tracked.hints.store:
             return
         span = tracked.saving.start(tracked.settled, self._block_tokens, len(self._readers))
         stops = (
             window_boundaries(
-                before, tracked.settled, request.num_prompt_tokens, self._block_tokens
+                before, tracked.settled, min(known, request.num_prompt_tokens), self._block_tokens
             )
             if self._has_windows
             else ()

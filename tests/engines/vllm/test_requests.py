@@ -19,7 +19,13 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, StreamingUpdate
@@ -28,6 +34,7 @@ import kvstore
 from kvstore.cache.jobs import Jobs
 from kvstore.engine.vllm import worker as worker_module
 from kvstore.engine.vllm.groups import engine_layout
+from kvstore.engine.vllm.images import Images
 from kvstore.engine.vllm.messages import WorkerReport
 from kvstore.engine.vllm.scheduler import SchedulerSide
 from kvstore.transfer import Job
@@ -166,7 +173,7 @@ def test_preempted_requests_answer_alike(
         monkeypatch.setattr(worker, "begin", watch)
         assert [tokens for tokens, _ in ask(llm, prompts, count=150)] == cold
         assert seen, "the case that this is about"
-    with engine(model, tmp_path / "s") as llm:
+    with engine(model, tmp_path / "s", max_model_len=600) as llm:
         found = ask(llm, prompts, count=150)
         assert [tokens for tokens, _ in found] == cold
         assert all(cached for _, cached in found)
@@ -256,9 +263,13 @@ def scheduler_side(stack: ExitStack, path: Path, **options: Any) -> SchedulerSid
     return SchedulerSide(layout, [store], base, "", **{"sends_events": False, **options})
 
 
-def image(offset: int, length: int, identifier: str) -> MultiModalFeatureSpec:
+def image(offset: int, length: int, name: str, value: float | None = 1.0) -> MultiModalFeatureSpec:
     place = PlaceholderRange(offset=offset, length=length)
-    return MultiModalFeatureSpec(None, "image", identifier, place)
+    data = None
+    if value is not None:
+        element = MultiModalFieldElem(torch.full((4, 4), value), MultiModalBatchedField())
+        data = MultiModalKwargsItem({"pixel_values": element})
+    return MultiModalFeatureSpec(data, "image", name, place)
 
 
 def go_on(request: Request, ids: list[int], images: list[MultiModalFeatureSpec]) -> None:
@@ -285,17 +296,24 @@ def test_the_next_input_of_a_session_is_stored_as_what_it_is(tmp_path: Path) -> 
         request.num_computed_tokens = 128
         side.take_report(WorkerReport({"r": [128]}), (), ())
         # Pictures of one size have equal tokens.
-        go_on(request, [1] * 128, [image(10, 100, "picture")])
+        picture = image(10, 100, "picture")
+        go_on(request, [1] * 128, [picture])
         [save] = side.plan([("r", 128)], (), lambda _: table).saves
         [span] = save.images
-        assert (span.start, span.stop, span.digest) == (138, 238, b"picture")
+        assert (span.start, span.stop) == (138, 238)
+        assert span.digest == Images().digest(picture)
 
 
-def test_an_image_that_cannot_be_named_costs_hits_and_no_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_image_that_cannot_be_named_costs_hits_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
     with ExitStack() as stack:
         side = scheduler_side(stack, tmp_path)
         params = SamplingParams(max_tokens=1)
-        nameless = [image(10, 100, "\ud800")]
+        nameless = [image(10, 100, "picture", 1.0 if fails else None)]
+        if fails:
+            monkeypatch.setattr(Images, "digest", _raise)
         request = Request("r", prompt(300), params, None, mm_features=nameless)
         table = [list(range(40))]
         side.add(request)
@@ -303,7 +321,8 @@ def test_an_image_that_cannot_be_named_costs_hits_and_no_request(tmp_path: Path)
         side.admit(request, (tuple(table[0]),), 0)
         assert not side.plan([("r", 300)], (), lambda _: table).saves
         side.finish(request, (tuple(table[0]),))
-        assert side.faults.counts
+        counts = side.stats().data
+        assert counts["digest_faults" if fails else "unknown_images"] == 1
 
 
 def test_an_adapter_loaded_in_place_is_another_one(tmp_path: Path) -> None:

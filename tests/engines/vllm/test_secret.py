@@ -43,8 +43,13 @@ def test_hits_tokens_and_events_with_a_secret_and_without(
     with engine(model, tmp_path / "s", extra={"secret": secret}) as llm:
         scheduler, worker = connectors(llm)
         scheduler.scheduler_side._sends_events = True
-        take = scheduler.take_events
-        monkeypatch.setattr(scheduler, "take_events", lambda: events.extend(take()) or ())
+        side_take = scheduler.take_events
+
+        def take() -> tuple[()]:
+            events.extend(side_take())
+            return ()
+
+        monkeypatch.setattr(scheduler, "take_events", take)
         assert ask(llm, PROMPTS) == misses
         forget(llm)
         assert ask(llm, PROMPTS) == hits

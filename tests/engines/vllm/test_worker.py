@@ -26,7 +26,7 @@ import kvstore
 from kvstore.cache.jobs import Event
 from kvstore.engine.vllm import KVStoreConnector, connector, faults
 from kvstore.engine.vllm.groups import engine_layout
-from kvstore.engine.vllm.messages import StepPlan, Work
+from kvstore.engine.vllm.messages import Identity, StepPlan, Work
 from kvstore.engine.vllm.worker import WorkerSide
 from tests.engines.vllm.engine import prompt
 from tests.streams import Stream
@@ -231,8 +231,11 @@ def vllm_config(path: Path, **extra: Any) -> Any:
             rank=0,
         ),
         model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(model_type="one"), enable_sleep_mode=False
+            hf_config=SimpleNamespace(model_type="one"), enable_sleep_mode=False, is_diffusion=False
         ),
+        attention_config=SimpleNamespace(use_non_causal=False),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        lora_config=None,
         kv_events_config=None,
     )
 
@@ -278,6 +281,7 @@ def test_a_store_that_cannot_be_opened_costs_hits_and_no_engine(
         assert opened.worker_side.finished(StepPlan())[1] == {"a"}
         assert opened.get_block_ids_with_load_errors() == {0, 1}
     else:
+        opened.set_xfer_handshake_metadata({0: Identity(BASE)})
         request = SimpleNamespace(request_id="a")
         opened.on_new_request(request)
         assert opened.get_num_new_matched_tokens(request, 0) == (0, False)
