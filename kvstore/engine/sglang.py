@@ -271,8 +271,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
             msg = "tp_lcm_size: kvstore keeps a page as one rank wrote it; leave tp_lcm_size out"
             raise ConfigError(msg)
         self._ssd_bytes = size_bytes(self.options.ssd_bytes, "ssd_bytes")
-        window = size_bytes(self.options.window_bytes, "window_bytes")
-        self.trailing = TrailingPages(window, float(self.options.window_ttl), clock)
+        self._window_bytes = size_bytes(self.options.window_bytes, "window_bytes")
+        self.trailing = TrailingPages(self._window_bytes, float(self.options.window_ttl), clock)
         self._pools: dict[str, _Pool] = {}
         self._is_sized = False
         self._lock = threading.Lock()
@@ -455,6 +455,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         if self._is_outdated():
             return [False] * len(pages)
         if pool.name in IN_HOST:
+            needed = len(pages) * pool.page_bytes
+            if needed > self._window_bytes:
+                what = (
+                    f"{pool.name!r}: it is {self._window_bytes}, one request's pages are {needed}"
+                )
+                self.note("window_bytes is too small", what)
             return [self._put_trailing(pool, page, values(i)) for i, page in enumerate(pages)]
         store = self._store(pool)
         if store is None:

@@ -506,6 +506,7 @@ def test_trailing_pages_expire_and_are_capped(tmp_path: Path) -> None:
 
     assert backend.batch_set_v2([transfer(keys, slots)]) == {"swa": [True] * 5}
     assert backend.trailing.live_bytes == 3 * size
+    assert backend.stats()["counts"] == {"window_bytes is too small": 1}
     done = backend.batch_get_v2([transfer(keys, slots)])
     assert done == {"swa": [False, False, True, True, True]}
     clock.now += 9
@@ -590,7 +591,7 @@ def test_parents_by_prefix_keys_and_without_them(tmp_path: Path) -> None:
         {"attn_cp_rank": 1, "attn_cp_size": 2},
     ],
 )
-def test_another_shard_never_hits(tmp_path: Path, shard: dict[str, int]) -> None:
+def test_another_shard_never_hits(tmp_path: Path, shard: dict[str, Any]) -> None:
     with backend(tmp_path) as b, backend(tmp_path, **shard) as other:
         b.set("k", page_of(b, 1))
         assert not other.exists("k")
@@ -600,7 +601,7 @@ def test_another_shard_never_hits(tmp_path: Path, shard: dict[str, int]) -> None
 
 
 def test_ranks_that_share_replicated_pages_read_what_one_writes(tmp_path: Path) -> None:
-    replicated = {"is_mla_model": True, "tp_size": 2}
+    replicated: dict[str, Any] = {"is_mla_model": True, "tp_size": 2}
     with backend(tmp_path, **replicated, tp_rank=1) as reader:
         assert not reader.exists("k"), "nothing is there yet"
         assert not reader.set("k", page_of(reader, 1))
