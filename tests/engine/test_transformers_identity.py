@@ -53,10 +53,12 @@ class Lora(torch.nn.Module):
         super().__init__()
         self.base_layer = base_layer
         made = torch.Generator().manual_seed(3)
-        shapes = {"A": (4, base_layer.in_features), "B": (base_layer.out_features, 4)}
-        for part, shape in shapes.items():
-            weights = {name: torch.randn(shape, generator=made) / 4 for name in "ab"}
-            self.add_module(f"lora_{part}", torch.nn.ParameterDict(weights))
+        shapes = (4, base_layer.in_features), (base_layer.out_features, 4)
+        parts = [
+            torch.nn.ParameterDict({n: torch.randn(shape, generator=made) / 4 for n in "ab"})
+            for shape in shapes
+        ]
+        self.lora_A, self.lora_B = parts
         self.scaling = {"a": 1.0, "b": 1.0}
         self._active_adapter = ["a"]
         self._disable_adapters = False
@@ -105,9 +107,11 @@ def _shard(model: Any) -> None:
 
 
 class TransformersRows:
-    absent: ClassVar = {"images": "the adapter takes token ids alone: no image reaches its model"}
-    models: ClassVar = {"windows": lambda: hybrid_model("gemma3"), "adapter": adapted_model}
-    changes: ClassVar = {
+    models: ClassVar[dict[str, Callable[[], Any]]] = {
+        "windows": lambda: hybrid_model("gemma3"),
+        "adapter": adapted_model,
+    }
+    changes: ClassVar[dict[str, Callable[[Any], None]]] = {
         "weights": _edit_value,
         "adapter": _activate,
         "positions": _slow_frequencies,
@@ -122,8 +126,11 @@ class TransformersRows:
         "secret": {"secret": True},
     }
 
+    def __init__(self) -> None:
+        self.absent = {"images": "the adapter takes token ids alone: no image reaches its model"}
+
     def served(self, path: Path, row: str | None) -> int:
-        make: Callable[[], Any] = self.models.get(row or "", tiny_model)
+        make = self.models.get(row or "", tiny_model)
         tokens, other = prompt(3 * BLOCK + 5), make()
         with opened(make(), path) as adapter:
             adapter.generate(tokens, 1)
@@ -276,7 +283,7 @@ def test_the_identity_is_that_of_the_model_opened_anew(change: str, tmp_path: Pa
 def test_a_change_that_is_taken_back_is_served_again(tmp_path: Path) -> None:
     model, tokens = adapted_model(), prompt(3 * BLOCK + 5)
     with opened(model, tmp_path) as adapter:
-        cold = {}
+        cold: dict[str, Any] = {}
         for name in "aba":
             for lora in adapters(model):
                 lora._active_adapter = [name]
@@ -678,7 +685,12 @@ def test_an_unchanged_model_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -
 
     read: list[str] = []
     honest = module._content
-    monkeypatch.setattr(module, "_content", lambda name, t: read.append(name) or honest(name, t))
+
+    def noted(name: str, tensor: torch.Tensor) -> bytes:
+        read.append(name)
+        return honest(name, tensor)
+
+    monkeypatch.setattr(module, "_content", noted)
     model = adapted_model()
     identity = ModelIdentity(model)
     first, whole = identity.weights(), len(read)
