@@ -163,11 +163,19 @@ def _torch_settings(model: Any) -> Iterator[str]:
     device = model.device.type
     is_casting = torch.is_autocast_enabled(device)
     yield f"autocast {is_casting} {torch.get_autocast_dtype(device)}"
-    yield f"default {torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
+    yield f"default {torch.get_default_dtype()} {_matmul_precision()}"
     cuda = torch.backends.cuda
     sdp = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
     yield f"sdp {[bool(is_on()) for is_on in (*sdp, cuda.cudnn_sdp_enabled)]}"  # type: ignore[no-untyped-call]
     yield f"mkldnn {torch.backends.mkldnn.enabled} {torch.are_deterministic_algorithms_enabled()}"
+
+
+def _matmul_precision() -> list[str]:
+    backends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    found = [getattr(backend, "fp32_precision", "") for backend in backends]
+    if not all(found):  # before torch 2.9; since then torch may refuse to answer with one word
+        return [torch.get_float32_matmul_precision()]
+    return [name.replace("none", "ieee") for name in found]  # two names of one computation
 
 
 def _check_dropout(name: str, module: Any) -> None:

@@ -305,6 +305,17 @@ def test_hooks_of_one_code_are_told_apart_by_what_they_hold() -> None:
     assert names[0] == names[1] != names[2]
 
 
+def test_another_dtype_than_the_store_was_opened_for_is_refused(tmp_path: Path) -> None:
+    model, tokens = tiny_model(), prompt(3 * BLOCK + 5)
+    with opened(model, tmp_path) as adapter:
+        adapter.generate(tokens, 1)
+        model.half()
+        with pytest.raises(ConfigError, match=r"cast to torch.float16 since .* for torch.float32"):
+            adapter.generate(tokens, 1)
+        model.float()
+        assert adapter.generate(tokens, 1).hit_tokens == 0  # its numbers were rounded
+
+
 @contextmanager
 def precise(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
@@ -328,7 +339,11 @@ def test_settings_of_torch_are_part_of_it(setting: Callable[[], Any], tmp_path: 
         adapter.generate(tokens, 1)
         adapter.cache.flush()
         with setting():
-            assert adapter.prefill(tokens).hit_tokens == 0
+            cold = adapter.generate(tokens, 2)
+            adapter.cache.flush()
+            warm = adapter.generate(tokens, 2)
+        assert (cold.hit_tokens, warm.hit_tokens) == (0, 3 * BLOCK)
+        np.testing.assert_array_equal(warm.logits, cold.logits)
         assert adapter.prefill(tokens).hit_tokens == 3 * BLOCK
 
 
@@ -445,14 +460,19 @@ def test_a_request_is_never_served_keys_of_another_table(
     tokens = prompt(600)
     cold: dict[int, Any] = {}
     hits: dict[int, list[int]] = {}
-    with opened(model, tmp_path) as adapter:
+    sources, replayed = set(), set()
+    with opened(model, tmp_path, window_bytes="1MiB") as adapter:
         for length in (200, 600, 300, 100, ORIGINAL, ORIGINAL + 1, 600, 300, 200):
             alone = cold.setdefault(length, plain_logits(MODELS[kind](rope), tokens[:length]))
             made = adapter.generate(tokens[:length], 1)
             adapter.cache.flush()
             hits.setdefault(length, []).append(made.hit_tokens)
-            if kind == "llama" or not made.replay_tokens:  # a replay is an approximation
+            sources.add(made.window_source)
+            if made.window_source == "replay":
+                replayed.add(length)
+            if length not in replayed:  # nor continues a replay, which is an approximation
                 np.testing.assert_allclose(made.logits[0], alone, atol=2e-4)
+    assert ("pool" in sources) == (kind == "gemma3")
     long = 592 if rope == "longrope" else 0  # "dynamic" has a table for each length
     assert hits == {
         200: [0, 192],
@@ -554,7 +574,10 @@ def test_a_table_by_length_that_is_not_transformers_own_is_refused() -> None:
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> None: ...
 
     model.model.rotary_emb = Own()
-    with pytest.raises(ConfigError, match=r"rope types \['dynamic'\] depend on length"):
+    with pytest.raises(ConfigError, match=r"depend on length \(dynamic\), and Own chooses them"):
+        ModelIdentity(model)
+    del model.model.rotary_emb.rope_type
+    with pytest.raises(ConfigError, match="and no module of LlamaForCausalLM chooses them"):
         ModelIdentity(model)
 
 
@@ -670,6 +693,20 @@ def test_one_rank_of_several_is_refused(tmp_path: Path) -> None:
 
 
 # ---- the identity itself -----------------------------------------------------------------------
+
+
+def test_a_precision_of_one_backend_is_part_of_it() -> None:
+    """Once it was set by itself, torch refuses to name the common one."""
+    matmul = torch.backends.cuda.matmul
+    identity = ModelIdentity(tiny_model())
+    weights, before = identity.weights(), matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert identity.weights() != weights
+        matmul.fp32_precision = "ieee"
+        assert identity.weights() == weights
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_running_changes_nothing_of_it(tmp_path: Path) -> None:
