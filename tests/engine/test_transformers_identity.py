@@ -544,6 +544,14 @@ def test_equal_digests_are_equal_tables(rope: str, kind: str) -> None:
     ]
 
 
+@every_rope
+def test_no_call_leaves_its_table_to_the_next(rope: str) -> None:
+    causal = CausalModel(MODELS["llama"](rope))
+    for length in (600, 300, 100, 300):
+        alone = plain_logits(MODELS["llama"](rope), prompt(length))
+        np.testing.assert_allclose(causal.forward(prompt(length)), alone, atol=2e-4)
+
+
 def test_a_model_of_one_table_is_left_alone() -> None:
     model = tiny_model()
     tables = RopeTables(model)
