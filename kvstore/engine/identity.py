@@ -161,12 +161,21 @@ def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
 def _torch_settings(model: Any) -> Iterator[str]:
     """Yield settings of torch that choose dtypes or kernels. The machine is not one of them."""
     device = model.device.type
-    yield f"autocast {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
-    yield f"default {torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
+    is_casting = torch.is_autocast_enabled(device)
+    yield f"autocast {is_casting} {torch.get_autocast_dtype(device)}"
+    yield f"default {torch.get_default_dtype()} {_matmul_precision()}"
     cuda = torch.backends.cuda
     sdp = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
-    yield f"sdp {[is_enabled() for is_enabled in (*sdp, cuda.cudnn_sdp_enabled)]}"
+    yield f"sdp {[bool(is_on()) for is_on in (*sdp, cuda.cudnn_sdp_enabled)]}"  # type: ignore[no-untyped-call]
     yield f"mkldnn {torch.backends.mkldnn.enabled} {torch.are_deterministic_algorithms_enabled()}"
+
+
+def _matmul_precision() -> list[str]:
+    backends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    found = [getattr(backend, "fp32_precision", "") for backend in backends]
+    if not all(found):  # before torch 2.9; since then torch may refuse to answer with one word
+        return [torch.get_float32_matmul_precision()]
+    return [name.replace("none", "ieee") for name in found]  # two names of one computation
 
 
 def _check_dropout(name: str, module: Any) -> None:
@@ -248,8 +257,8 @@ def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]
     A small one is its numbers. A large one is where it lies, how often autograd saw it written, and
     a sample.
     """
-    samples: dict[object, list[torch.Tensor]] = defaultdict(list)
-    owners: dict[object, list[tuple[str, int]]] = defaultdict(list)
+    samples: dict[tuple[object, ...], list[torch.Tensor]] = defaultdict(list)
+    owners: dict[tuple[object, ...], list[tuple[str, int]]] = defaultdict(list)
     stamps: dict[str, tuple[object, ...]] = {}
     for name, tensor in tensors.items():
         kind, count = (tensor.dtype, tensor.device), tensor.numel()
@@ -260,10 +269,10 @@ def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]
         if count and not tensor.is_meta:
             samples[kind].append(_sample(tensor, count))
             owners[kind].append((name, len(samples[kind][-1])))
-    for kind, parts in samples.items():
+    for owner, parts in samples.items():
         joined = torch.cat(parts).cpu().view(torch.uint8).numpy()  # one copy for all of a device
         at, size = 0, len(joined) // sum(map(len, parts))
-        for name, count in owners[kind]:
+        for name, count in owners[owner]:
             stamps[name] += (joined[at : at + count * size].tobytes(),)
             at += count * size
     return stamps
@@ -289,4 +298,4 @@ def _content(name: str, tensor: torch.Tensor) -> bytes:
     if not tensor.numel():
         return kind
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return kind + xxhash.xxh3_128_digest(flat.numpy())
+    return kind + xxhash.xxh3_128_digest(flat.numpy().data)

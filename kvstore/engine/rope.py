@@ -40,25 +40,25 @@ class RopeTables:
 
     def __init__(self, model: Any) -> None:
         self._parts: list[tuple[Any, str | None]] = []
+        strange = []
         for module in model.modules():
             found = getattr(module, "rope_type", None)
             kinds = found if isinstance(found, dict) else {None: found}
-            is_known = hasattr(type(module).forward, "__wrapped__")
-            self._parts += [
-                (module, layer_type)
-                for layer_type, kind in kinds.items()
-                if _by_length(kind) and is_known
-            ]
-        for module, layer_type in self._parts:
-            _settle(module, layer_type)
-        asked = _rope_types(model.config.to_dict())
-        if not self._parts and any(map(_by_length, asked)):
+            found = [(module, name) for name, kind in kinds.items() if _by_length(kind)]
+            if found and not hasattr(type(module).forward, "__wrapped__"):
+                strange.append(type(module).__name__)
+            self._parts += found
+        asked = sorted(filter(_by_length, _rope_types(model.config.to_dict())))
+        if strange or (asked and not self._parts):
             msg = (
-                f"rope types {sorted(asked)} depend on length, and no module of "
-                f"{type(model).__name__} chooses its table as transformers does; expected one whose "
-                "forward is decorated by dynamic_rope_update"
+                f"rope tables depend on length ({', '.join(asked) or 'rope_type of a module'}), and "
+                f"{', '.join(strange) or f'no module of {type(model).__name__}'} chooses them as "
+                "transformers does, expected forwards decorated by its dynamic_rope_update; use this "
+                "model without a cache"
             )
             raise ConfigError(msg)
+        for module, layer_type in self._parts:
+            _settle(module, layer_type)
 
     def __bool__(self) -> bool:
         return bool(self._parts)

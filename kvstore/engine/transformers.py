@@ -425,6 +425,12 @@ class TransformersAdapter:
         if not len(ids):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
+        if self._model.dtype != self._dtype:
+            msg = (
+                f"the model was cast to {self._model.dtype} since its cache was opened for "
+                f"{self._dtype}; open a cache for it in another directory"
+            )
+            raise ConfigError(msg)
         run = _Run(len(ids), self._identity.weights(len(ids)))
         made = self._recall(ids, self._scope(run)) if reuse else _Recalled(self._empty())
         past, hit, windows = made.past, made.hit_tokens, []

@@ -152,6 +152,9 @@ class ReferenceEngine:
         else:
             for name, tensor in weights.tensors().items():
                 digest.update(name.encode() + tensor.detach().numpy().tobytes())
+        for layer, table in sorted(self._tables.items()):
+            # Made from the seed if they were missing, and whatever they hold if they were there.
+            digest.update(f"{layer} {kvstore.weights_digest(table.path)}".encode())
         self.model = ReferenceModel(config, weights, self._tables)
         self.namespace = kvstore.Namespace(
             model="reference", weights=digest.hexdigest(), tokenizer=tokenizer

@@ -175,6 +175,7 @@ class DiskTable:
         Raises:
             ValueError: if the file does not have this size.
         """
+        self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != row_count * row_bytes:

@@ -53,10 +53,12 @@ class Lora(torch.nn.Module):
         super().__init__()
         self.base_layer = base_layer
         made = torch.Generator().manual_seed(3)
-        shapes = {"A": (4, base_layer.in_features), "B": (base_layer.out_features, 4)}
-        for part, shape in shapes.items():
-            weights = {name: torch.randn(shape, generator=made) / 4 for name in "ab"}
-            self.add_module(f"lora_{part}", torch.nn.ParameterDict(weights))
+        shapes = (4, base_layer.in_features), (base_layer.out_features, 4)
+        parts = [
+            torch.nn.ParameterDict({n: torch.randn(shape, generator=made) / 4 for n in "ab"})
+            for shape in shapes
+        ]
+        self.lora_A, self.lora_B = parts
         self.scaling = {"a": 1.0, "b": 1.0}
         self._active_adapter = ["a"]
         self._disable_adapters = False
@@ -105,9 +107,11 @@ def _shard(model: Any) -> None:
 
 
 class TransformersRows:
-    absent: ClassVar = {"images": "the adapter takes token ids alone: no image reaches its model"}
-    models: ClassVar = {"windows": lambda: hybrid_model("gemma3"), "adapter": adapted_model}
-    changes: ClassVar = {
+    models: ClassVar[dict[str, Callable[[], Any]]] = {
+        "windows": lambda: hybrid_model("gemma3"),
+        "adapter": adapted_model,
+    }
+    changes: ClassVar[dict[str, Callable[[Any], None]]] = {
         "weights": _edit_value,
         "adapter": _activate,
         "positions": _slow_frequencies,
@@ -122,8 +126,11 @@ class TransformersRows:
         "secret": {"secret": True},
     }
 
+    def __init__(self) -> None:
+        self.absent = {"images": "the adapter takes token ids alone: no image reaches its model"}
+
     def served(self, path: Path, row: str | None) -> int:
-        make: Callable[[], Any] = self.models.get(row or "", tiny_model)
+        make = self.models.get(row or "", tiny_model)
         tokens, other = prompt(3 * BLOCK + 5), make()
         with opened(make(), path) as adapter:
             adapter.generate(tokens, 1)
@@ -276,7 +283,7 @@ def test_the_identity_is_that_of_the_model_opened_anew(change: str, tmp_path: Pa
 def test_a_change_that_is_taken_back_is_served_again(tmp_path: Path) -> None:
     model, tokens = adapted_model(), prompt(3 * BLOCK + 5)
     with opened(model, tmp_path) as adapter:
-        cold = {}
+        cold: dict[str, Any] = {}
         for name in "aba":
             for lora in adapters(model):
                 lora._active_adapter = [name]
@@ -296,6 +303,17 @@ def test_hooks_of_one_code_are_told_apart_by_what_they_hold() -> None:
         hook(model)
         names.append(model_namespace(model).weights)
     assert names[0] == names[1] != names[2]
+
+
+def test_another_dtype_than_the_store_was_opened_for_is_refused(tmp_path: Path) -> None:
+    model, tokens = tiny_model(), prompt(3 * BLOCK + 5)
+    with opened(model, tmp_path) as adapter:
+        adapter.generate(tokens, 1)
+        model.half()
+        with pytest.raises(ConfigError, match=r"cast to torch.float16 since .* for torch.float32"):
+            adapter.generate(tokens, 1)
+        model.float()
+        assert adapter.generate(tokens, 1).hit_tokens == 0  # its numbers were rounded
 
 
 @contextmanager
@@ -321,7 +339,11 @@ def test_settings_of_torch_are_part_of_it(setting: Callable[[], Any], tmp_path: 
         adapter.generate(tokens, 1)
         adapter.cache.flush()
         with setting():
-            assert adapter.prefill(tokens).hit_tokens == 0
+            cold = adapter.generate(tokens, 2)
+            adapter.cache.flush()
+            warm = adapter.generate(tokens, 2)
+        assert (cold.hit_tokens, warm.hit_tokens) == (0, 3 * BLOCK)
+        np.testing.assert_array_equal(warm.logits, cold.logits)
         assert adapter.prefill(tokens).hit_tokens == 3 * BLOCK
 
 
@@ -438,14 +460,19 @@ def test_a_request_is_never_served_keys_of_another_table(
     tokens = prompt(600)
     cold: dict[int, Any] = {}
     hits: dict[int, list[int]] = {}
-    with opened(model, tmp_path) as adapter:
+    sources, replayed = set(), set()
+    with opened(model, tmp_path, window_bytes="1MiB") as adapter:
         for length in (200, 600, 300, 100, ORIGINAL, ORIGINAL + 1, 600, 300, 200):
             alone = cold.setdefault(length, plain_logits(MODELS[kind](rope), tokens[:length]))
             made = adapter.generate(tokens[:length], 1)
             adapter.cache.flush()
             hits.setdefault(length, []).append(made.hit_tokens)
-            if kind == "llama" or not made.replay_tokens:  # a replay is an approximation
+            sources.add(made.window_source)
+            if made.window_source == "replay":
+                replayed.add(length)
+            if length not in replayed:  # nor continues a replay, which is an approximation
                 np.testing.assert_allclose(made.logits[0], alone, atol=2e-4)
+    assert ("pool" in sources) == (kind == "gemma3")
     long = 592 if rope == "longrope" else 0  # "dynamic" has a table for each length
     assert hits == {
         200: [0, 192],
@@ -517,6 +544,14 @@ def test_equal_digests_are_equal_tables(rope: str, kind: str) -> None:
     ]
 
 
+@every_rope
+def test_no_call_leaves_its_table_to_the_next(rope: str) -> None:
+    causal = CausalModel(MODELS["llama"](rope))
+    for length in (600, 300, 100, 300):
+        alone = plain_logits(MODELS["llama"](rope), prompt(length))
+        np.testing.assert_allclose(causal.forward(prompt(length)), alone, atol=2e-4)
+
+
 def test_a_model_of_one_table_is_left_alone() -> None:
     model = tiny_model()
     tables = RopeTables(model)
@@ -547,7 +582,10 @@ def test_a_table_by_length_that_is_not_transformers_own_is_refused() -> None:
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> None: ...
 
     model.model.rotary_emb = Own()
-    with pytest.raises(ConfigError, match=r"rope types \['dynamic'\] depend on length"):
+    with pytest.raises(ConfigError, match=r"depend on length \(dynamic\), and Own chooses them"):
+        ModelIdentity(model)
+    del model.model.rotary_emb.rope_type
+    with pytest.raises(ConfigError, match="and no module of LlamaForCausalLM chooses them"):
         ModelIdentity(model)
 
 
@@ -665,6 +703,20 @@ def test_one_rank_of_several_is_refused(tmp_path: Path) -> None:
 # ---- the identity itself -----------------------------------------------------------------------
 
 
+def test_a_precision_of_one_backend_is_part_of_it() -> None:
+    """Once it was set by itself, torch refuses to name the common one."""
+    matmul = torch.backends.cuda.matmul
+    identity = ModelIdentity(tiny_model())
+    weights, before = identity.weights(), matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert identity.weights() != weights
+        matmul.fp32_precision = "ieee"
+        assert identity.weights() == weights
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_running_changes_nothing_of_it(tmp_path: Path) -> None:
     for model in (tiny_model(), hybrid_model("gpt_oss"), *(MODELS["gemma3"](r) for r in ROPES)):
         identity = ModelIdentity(model)
@@ -678,7 +730,12 @@ def test_an_unchanged_model_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -
 
     read: list[str] = []
     honest = module._content
-    monkeypatch.setattr(module, "_content", lambda name, t: read.append(name) or honest(name, t))
+
+    def noted(name: str, tensor: torch.Tensor) -> bytes:
+        read.append(name)
+        return honest(name, tensor)
+
+    monkeypatch.setattr(module, "_content", noted)
     model = adapted_model()
     identity = ModelIdentity(model)
     first, whole = identity.weights(), len(read)
