@@ -433,7 +433,7 @@ def test_what_a_match_holds_is_not_evicted(tmp_path: Path) -> None:
 
 def test_a_prompt_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
     tokens = tokens_of(1000 * BLOCK)
-    with open_cache(tmp_path / "s", ssd_bytes="1MiB") as cache:
+    with open_cache(tmp_path / "s", ssd_bytes="1MiB", request_share=1) as cache:
         cache.store(tokens, entries_of(DENSE, tokens), wait=30.0)
         cache.flush()
         counters = cache.stats()["counters"]
@@ -447,7 +447,7 @@ def test_a_prompt_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
 
 def test_a_full_queue_drops_and_counts_instead_of_blocking(tmp_path: Path) -> None:
     tokens = tokens_of(2000 * BLOCK)
-    with open_cache(tmp_path / "s") as cache:
+    with open_cache(tmp_path / "s", request_share=1) as cache:
         gate = threading.Event()
         put = cache._shared.ssd.put
 
