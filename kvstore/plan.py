@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 REQUEST_SHARE = 0.5
 """What one request may take of a tier by default. On six public traces (Mooncake, WEKA's Claude Code,
@@ -132,9 +133,14 @@ def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:
     return StorePlan(first - start, Store(first, end) if first < end else None, 0, stop - end)
 
 
-def request_blocks(tier_blocks: int, share: float) -> int:
-    """Return how many blocks of a tier one request may take, at least one."""
-    return max(1, int(tier_blocks * share))
+def request_blocks(tier_blocks: int, share: float | None) -> int:
+    """Return the most blocks of one path that a tier takes: its head.
+
+    Without a share it is all that the tier holds; else that share of it, one block at least.
+    """
+    if share is None:
+        return tier_blocks
+    return min(tier_blocks, max(1, int(Fraction(str(share)) * tier_blocks)))
 
 
 def room(live_bytes: int, incoming_bytes: int, high_bytes: int, low_bytes: int) -> Evict | None:

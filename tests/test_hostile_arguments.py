@@ -330,7 +330,9 @@ def cache_targets(cache: PrefixCache) -> list[Target]:
     leave = lambda match: cache.release("r")  # noqa: E731
     wait = lambda job: job.wait()  # noqa: E731
     return [
-        Target("scope", cache.scope, lambda: {"namespace": Namespace(model="quota"), "ssd_quota": None}),
+        Target(
+            "scope", cache.scope, lambda: {"namespace": Namespace(model="quota"), "ssd_quota": None}
+        ),
         Target(
             "store",
             cache.store,

@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvstore import plan
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import LRU, OPTIMAL, SHARES, WORTH_CHANGING, choose, smallest
 from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.sizes import Size, request_blocks
+from kvstore.simulate.sizes import Size
 from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.columns import Ints, Trace
 from kvstore.trace.paths import links_of, paths_of
@@ -125,7 +126,7 @@ class Simulation:
 
     def room(self, capacity: int) -> int:
         """Return the most blocks of one request that a cache of ``capacity`` blocks takes."""
-        return request_blocks(capacity, self.request_share)
+        return plan.request_blocks(capacity, self.request_share)
 
     def ratios(self, hits: Ints, window: Window = "all", blocks: Ints | None = None) -> Ratios:
         """Return the shares of a window. ``blocks`` are all hits, where they are more than the run."""

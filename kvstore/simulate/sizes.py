@@ -57,16 +57,6 @@ def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None
     return Size(blocks, blocks / distinct_blocks if distinct_blocks else 0.0)
 
 
-def request_blocks(capacity: int, share: float | None) -> int:
-    """Return the most blocks of one path that a tier of ``capacity`` blocks takes: its head.
-
-    Without a share it is all that the tier holds; else that share of it, one block at least.
-    """
-    if share is None:
-        return capacity
-    return min(capacity, max(1, int(Fraction(str(share)) * capacity)))
-
-
 def rate_of(text: str) -> float:
     """Return a rate such as ``3GB/s`` in bytes a second.
 

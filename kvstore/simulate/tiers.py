@@ -15,11 +15,11 @@ from typing import Literal
 import numpy as np
 from typing_extensions import override
 
+from kvstore import plan
 from kvstore.block import KEY_BYTES, BlockKey
 from kvstore.index import PrefixIndex, Segment
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import make_policy
-from kvstore.simulate.sizes import request_blocks
 from kvstore.trace.chained import parents
 from kvstore.trace.columns import Ints, Trace
 
@@ -146,7 +146,7 @@ class _Tiers:
     ) -> None:
         self._keys = keys
         self._tiers = tiers
-        self._rooms = [request_blocks(tier.blocks, request_share) for tier in tiers]
+        self._rooms = [plan.request_blocks(tier.blocks, request_share) for tier in tiers]
         """Blocks of one path that each tier takes at most."""
         self._indexes = indexes
         self._now = 0
