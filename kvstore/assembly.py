@@ -37,12 +37,6 @@ class PrefixCache(Scope):
     process shares the first opening, counted, with the first one's options.
     """
 
-    def __init__(
-        self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
-    ) -> None:
-        self._is_open = True
-        super().__init__(shared, namespace, ssd_quota)
-
     @classmethod
     def open(
         cls,
@@ -164,19 +158,19 @@ class PrefixCache(Scope):
                 policy=order,
             )
 
-        shared = share(directory, options, SharedTiers, build)
+        holding = share(directory, options, SharedTiers, build)
         try:
-            return cls(shared, namespace, quota)
+            cache = cls(holding.shared, namespace, quota)
+            cache._holding = holding
+            return cache
         except BaseException:
-            unshare(shared)
+            unshare(holding)
             raise
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        unshare(self._shared)
+        if self._holding is not None:
+            unshare(self._holding)
 
     def __enter__(self) -> Self:
         return self

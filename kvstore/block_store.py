@@ -12,7 +12,7 @@ from kvstore.cache.keys import Key, NamedBlock, keyed_format, keys_root, named
 from kvstore.errors import ConfigError
 from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
-from kvstore.opening import format_text, resolved, secret_for, share, unshare
+from kvstore.opening import Holding, format_text, resolved, secret_for, share, unshare
 from kvstore.sizes import size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
 
@@ -31,12 +31,12 @@ class BlockStore:
     Threads: every method may be called from any thread of the process that opened it.
     """
 
-    def __init__(self, shared: KeyedBlocks, block_bytes: int, key_bytes: int) -> None:
+    def __init__(self, holding: Holding[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
         """Take part in an opening; use ``open``."""
-        self._shared = shared
+        self._holding = holding
+        self._shared = holding.shared
         self.block_bytes = block_bytes
         self.key_bytes = key_bytes
-        self._is_open = True
 
     @classmethod
     def open(
@@ -101,8 +101,7 @@ class BlockStore:
                 scrub_bytes_per_second=scrub_rate,
             )
 
-        shared = share(directory, options, KeyedBlocks, build)
-        return cls(shared, block_bytes, key_bytes)
+        return cls(share(directory, options, KeyedBlocks, build), block_bytes, key_bytes)
 
     @property
     def is_owner(self) -> bool:
@@ -229,9 +228,7 @@ class BlockStore:
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            unshare(self._shared)
+        unshare(self._holding)
 
     def __enter__(self) -> Self:
         return self

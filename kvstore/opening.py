@@ -12,11 +12,12 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvstore.cache.opened import OpenStore
 from kvstore.errors import ConfigError, KVStoreError, LayoutMismatch, StoreBusy, StoreError
@@ -24,6 +25,7 @@ from kvstore.hash import secret_fingerprint
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier import directory
 from kvstore.tier.ssd import BIRTH_SECONDS, MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
+from kvstore.transfer import unharmed
 
 T = TypeVar("T", bound=OpenStore)
 V = TypeVar("V")
@@ -136,6 +138,12 @@ def secret_for(
     if not isinstance(given, bool):
         msg = f"secret must be True or False, found {type(given).__name__}: a store makes its own"
         raise ConfigError(msg)
+    return unharmed(lambda: _secret_for(path, role, is_wanted=is_wanted))
+
+
+def _secret_for(
+    path: Path, role: Literal["auto", "owner", "reader"], *, is_wanted: bool
+) -> bytes | None:
     deadline = time.monotonic() + BIRTH_SECONDS
     try:
         while not (path / directory.VERSION_FILE).exists():
@@ -197,10 +205,18 @@ def _secret_named(path: Path, named: str | None) -> bytes:
     return secret
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Holding(Generic[T]):
+    """A share in the opening of a store, as long as somebody has it and did not give it back."""
+
+    shared: T
+
+
 @dataclass(slots=True)
 class _Opened:
     shared: OpenStore
-    count: int
+    holders: weakref.WeakSet[Holding[Any]] = field(default_factory=weakref.WeakSet)
+    """Not a count: a share that an interrupted caller never got is gone with him."""
 
 
 _opened: dict[tuple[int, int], _Opened] = {}
@@ -250,14 +266,22 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTier], T]) -> T:
-    """Return the opening of ``path`` in this process, making it with ``build`` if there is none.
+def share(
+    path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTier], T]
+) -> Holding[T]:
+    """Return a share in the opening of ``path``, which ``build`` makes if this process has none.
 
     Raises:
         LayoutMismatch: if the store is for something else; it is left untouched.
         StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
     """
+    return unharmed(lambda: _share(path, options, kind, build), unshare)
+
+
+def _share(
+    path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTier], T]
+) -> Holding[T]:
     with _opening:
         known = _identity(path)
         if known is not None and known in _opened:
@@ -272,9 +296,8 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
                     "it with role='owner'"
                 )
                 raise StoreBusy(msg)
-            opened.count += 1
             opened.shared.metrics.shared_opens += 1
-            return opened.shared
+            return _hold(opened, opened.shared)
         if known is not None and known in _inherited:
             _inherited.pop(known).ssd.forget()
         shared = take_over(path, options, build)
@@ -284,8 +307,14 @@ def share(path: Path, options: SsdOptions, kind: type[T], build: Callable[[SsdTi
             )
         made = _identity(path)
         assert made is not None
-        _opened[made] = _Opened(shared, 1)
-        return shared
+        _opened[made] = _Opened(shared)
+        return _hold(_opened[made], shared)
+
+
+def _hold(opened: _Opened, shared: T) -> Holding[T]:
+    holding = Holding(shared)
+    opened.holders.add(holding)
+    return holding
 
 
 def is_open_here(path: Path) -> bool:
@@ -294,16 +323,19 @@ def is_open_here(path: Path) -> bool:
         return _identity(path) in _opened
 
 
-def unshare(shared: OpenStore) -> None:
-    """Count one opening less; the last one closes the store."""
+def unshare(holding: Holding[Any]) -> None:
+    """Give back a share; the last one closes the store. Idempotent."""
+    unharmed(lambda: _unshare(holding))
+
+
+def _unshare(holding: Holding[Any]) -> None:
     with _opening:
         for key, opened in list(_opened.items()):
-            if opened.shared is shared:
-                opened.count -= 1
-                if opened.count:
-                    return
-                del _opened[key]
-        shared.close()
+            if holding in opened.holders:
+                opened.holders.discard(holding)
+                if not opened.holders:
+                    del _opened[key]
+                    opened.shared.close()
 
 
 def _before_fork() -> None:

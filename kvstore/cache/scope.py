@@ -53,6 +53,8 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
+        self._holding: Any = None
+        """The share in the opening of the store that this scope needs, kept by every scope of it."""
         self._bind(namespace)
         if ssd_quota is not None:
             shared.set_quota(self._root, asdict(self.namespace), ssd_quota)
@@ -100,7 +102,9 @@ class Scope:
             StoreError: if it cannot be recorded.
         """
         self._shared.guard()
-        return Scope(self._shared, namespace, quota_bytes(ssd_quota))
+        scope = Scope(self._shared, namespace, quota_bytes(ssd_quota))
+        scope._holding = self._holding
+        return scope
 
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()
