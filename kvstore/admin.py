@@ -40,6 +40,7 @@ from kvstore.tier.ssd import (
     remedy,
     usage_of,
 )
+from kvstore.transfer import unharmed
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""
@@ -105,14 +106,18 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     text = directory.read_format(path)
     form, options, frame_format = _described(text)
     secret = secret_of(path, text)
-    ssd, _ = open_ssd(path, options)
+    ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
     try:
         yield OpenedStore(ssd, form, frame_format, secret)
     except MEDIUM_ERRORS as error:
         msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
         raise StoreError(msg) from error
     finally:
-        ssd.close()
+        try:
+            unharmed(ssd.close)
+        except BaseException:
+            unharmed(ssd.close)  # Ctrl-C may have come before it began
+            raise
 
 
 @contextmanager
@@ -156,14 +161,19 @@ def owned(
             wall_clock=time.time,
         )
 
-    store = take_over(path, replace(options, role="owner", capacity_bytes=capacity_bytes), build)
+    options = replace(options, role="owner", capacity_bytes=capacity_bytes)
+    store = unharmed(lambda: take_over(path, options, build), OpenStore.close)
     try:
         if store.metrics.quarantined_stores:
             msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"
             raise StoreError(msg)
         yield store
     finally:
-        store.close()
+        try:
+            unharmed(store.close)
+        except BaseException:
+            unharmed(store.close)  # Ctrl-C may have come before it began
+            raise
 
 
 def store_stats(path: Path) -> dict[str, Any]:

@@ -42,12 +42,6 @@ class PrefixCache(Scope):
     process shares the first opening, counted; options that differ from the first one's are refused.
     """
 
-    def __init__(
-        self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
-    ) -> None:
-        self._is_open = True
-        super().__init__(shared, namespace, ssd_quota)
-
     @classmethod
     def open(
         cls,
@@ -146,22 +140,22 @@ class PrefixCache(Scope):
         options = PrefixOptions.of(layout, given)
         directory = resolved(path)
         named = ["layout", *(name for name, value in given.items() if value is not None)]
-        shared = share(
+        holding = share(
             *(directory, role, SharedTiers, options, named),
             partial(_opening, directory, role, options),
         )
         try:
-            return cls(shared, namespace, quota)
+            cache = cls(holding.shared, namespace, quota)
+            cache._holding = holding
+            return cache
         except BaseException:
-            unshare(shared)
+            unshare(holding)
             raise
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        unshare(self._shared)
+        if self._holding is not None:
+            unshare(self._holding)
 
     def __enter__(self) -> Self:
         return self

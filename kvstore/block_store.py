@@ -18,7 +18,7 @@ from kvstore.frame import FrameFormat
 from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
 from kvstore.layout import Layout
-from kvstore.opening import format_text, resolved, secret_for, share, unshare
+from kvstore.opening import Holding, format_text, resolved, secret_for, share, unshare
 from kvstore.plan import REQUEST_SHARE
 from kvstore.sizes import share_of, size_bytes
 from kvstore.tier.ssd import SsdOptions, SsdTier
@@ -38,12 +38,12 @@ class BlockStore:
     Threads: every method may be called from any thread of the process that opened it.
     """
 
-    def __init__(self, shared: KeyedBlocks, block_bytes: int, key_bytes: int) -> None:
+    def __init__(self, holding: Holding[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
         """Take part in an opening; use ``open``."""
-        self._shared = shared
+        self._holding = holding
+        self._shared = holding.shared
         self.block_bytes = block_bytes
         self.key_bytes = key_bytes
-        self._is_open = True
 
     @classmethod
     def open(
@@ -98,11 +98,11 @@ class BlockStore:
         }
         options = _KeyedOptions(layout=frame_format.layout, key_bytes=key_bytes, **checked)
         directory = resolved(path)
-        shared = share(
+        holding = share(
             *(directory, role, KeyedBlocks, options, ["layout", "key_bytes", *checked]),
             partial(_opening, directory, role, options, frame_format),
         )
-        return cls(shared, block_bytes, key_bytes)
+        return cls(holding, block_bytes, key_bytes)
 
     @property
     def is_owner(self) -> bool:
@@ -229,9 +229,7 @@ class BlockStore:
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            unshare(self._shared)
+        unshare(self._holding)
 
     def __enter__(self) -> Self:
         return self

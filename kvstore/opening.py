@@ -12,11 +12,12 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvstore.cache.opened import OpenStore
 from kvstore.checks import shown
@@ -25,6 +26,7 @@ from kvstore.hash import secret_fingerprint
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier import directory
 from kvstore.tier.ssd import BIRTH_SECONDS, MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
+from kvstore.transfer import unharmed
 
 T = TypeVar("T", bound=OpenStore)
 V = TypeVar("V")
@@ -89,9 +91,9 @@ def _group(found: Mapping[str, Any]) -> LayerGroup:
     if any(type(layer) is not int for layer in layers):
         raise TypeError(f"layers are {layers!r:.40}, expected integers")
     names = ("name", "entry_format", "scale_rule")
-    texts = {name: _value(found, name, str) for name in names}
-    counts = {name: _value(found, name, int) for name in ("values", "tokens_per_entry")}
-    return LayerGroup(layers=tuple(layers), **texts, **counts)
+    fields: dict[str, Any] = {name: _value(found, name, str) for name in names}
+    fields |= {name: _value(found, name, int) for name in ("values", "tokens_per_entry")}
+    return LayerGroup(layers=tuple(layers), **fields)
 
 
 def parse_format(text: str) -> StoreFormat:
@@ -137,6 +139,12 @@ def secret_for(
     if not isinstance(given, bool):
         msg = f"secret must be True or False, found {type(given).__name__}: a store makes its own"
         raise ConfigError(msg)
+    return unharmed(lambda: _secret_for(path, role, is_wanted=is_wanted))
+
+
+def _secret_for(
+    path: Path, role: Literal["auto", "owner", "reader"], *, is_wanted: bool
+) -> bytes | None:
     deadline = time.monotonic() + BIRTH_SECONDS
     try:
         while not (path / directory.VERSION_FILE).exists():
@@ -198,12 +206,20 @@ def _secret_named(path: Path, named: str | None) -> bytes:
     return secret
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Holding(Generic[T]):
+    """A share in the opening of a store, as long as somebody has it and did not give it back."""
+
+    shared: T
+
+
 @dataclass(slots=True)
 class _Opened:
     shared: OpenStore
-    count: int
     options: Any
     """Those in force: of the opening that made it."""
+    holders: weakref.WeakSet[Holding[Any]] = field(default_factory=weakref.WeakSet)
+    """Not a count: a share that an interrupted caller never got is gone with him."""
 
 
 _FOR = frozenset({"block_tokens", "key_bytes", "secret", "ssd_formats"})
@@ -265,8 +281,8 @@ def share(
     options: Any,
     given: Collection[str],
     opening: Callable[[], tuple[SsdOptions, Callable[[SsdTier], T]]],
-) -> T:
-    """Return the opening of ``path`` in this process, making it with ``opening`` if there is none.
+) -> Holding[T]:
+    """Return a share in the opening of ``path``, made with ``opening`` if this process has none.
 
     ``options`` holds every option of the caller as an attribute, and ``given`` names those that it
     did not leave out. ``opening`` returns how the tier is opened and what builds a store on it.
@@ -277,6 +293,17 @@ def share(
         StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
     """
+    return unharmed(lambda: _share(path, role, kind, options, given, opening), unshare)
+
+
+def _share(
+    path: Path,
+    role: Literal["auto", "owner", "reader"],
+    kind: type[T],
+    options: Any,
+    given: Collection[str],
+    opening: Callable[[], tuple[SsdOptions, Callable[[SsdTier], T]]],
+) -> Holding[T]:
     with _opening:
         known = _identity(path)
         if known is not None and known in _opened:
@@ -294,9 +321,8 @@ def share(
                     "it with role='owner'"
                 )
                 raise StoreBusy(msg)
-            opened.count += 1
             opened.shared.metrics.shared_opens += 1
-            return opened.shared
+            return _hold(opened, opened.shared)
         if known is not None and known in _inherited:
             _inherited.pop(known).ssd.forget()
         ssd_options, build = opening()
@@ -307,8 +333,14 @@ def share(
             )
         made = _identity(path)
         assert made is not None
-        _opened[made] = _Opened(shared, 1, options)
-        return shared
+        _opened[made] = _Opened(shared, options)
+        return _hold(_opened[made], shared)
+
+
+def _hold(opened: _Opened, shared: T) -> Holding[T]:
+    holding = Holding(shared)
+    opened.holders.add(holding)
+    return holding
 
 
 def _check_agreement(path: Path, options: Any, in_force: Any, given: Collection[str]) -> None:
@@ -357,16 +389,19 @@ def is_open_here(path: Path) -> bool:
         return _identity(path) in _opened
 
 
-def unshare(shared: OpenStore) -> None:
-    """Count one opening less; the last one closes the store."""
+def unshare(holding: Holding[Any]) -> None:
+    """Give back a share; the last one closes the store. Idempotent."""
+    unharmed(lambda: _unshare(holding))
+
+
+def _unshare(holding: Holding[Any]) -> None:
     with _opening:
         for key, opened in list(_opened.items()):
-            if opened.shared is shared:
-                opened.count -= 1
-                if opened.count:
-                    return
-                del _opened[key]
-        shared.close()
+            if holding in opened.holders:
+                opened.holders.discard(holding)
+                if not opened.holders:
+                    del _opened[key]
+                    opened.shared.close()
 
 
 def _before_fork() -> None:

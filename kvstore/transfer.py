@@ -1,4 +1,7 @@
-"""Doing what was decided: one writer thread with a bounded queue, and jobs in the background.
+"""Doing what was decided: a writer thread, jobs in the background, calls that Ctrl-C does not cut in two.
+
+Callers may be interrupted between any two instructions. A lock is entered as itself, which is one
+instruction, and never through its condition, which is a call.
 
 Nothing here chooses a block. What a batch evicts, what becomes visible when, and what a job copies,
 is the business of the callback that the cache hands over.
@@ -6,6 +9,8 @@ is the business of the callback that the cache hands over.
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import math
 import threading
@@ -72,7 +77,8 @@ class Writer(Generic[T]):
         self._queue_blocks = queue_blocks
         self._items: deque[QueuedBlock[T] | _Barrier] = deque()
         self._queued = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_closing = False
         self._has_ended = False
         self.failure: BaseException | None = None
@@ -88,7 +94,7 @@ class Writer(Generic[T]):
     def wait_for_room(self, seconds: float) -> bool:
         """Wait until one more block fits, at most ``seconds``; say whether it does."""
         limit = min(max(0.0, seconds), BARRIER_SECONDS)
-        with self._changed:
+        with self._lock:
             return (
                 self._changed.wait_for(
                     lambda: self._is_closing or self._queued < self._queue_blocks, limit
@@ -106,7 +112,7 @@ class Writer(Generic[T]):
 
         Callers ask for room first; one caller may overshoot by one block.
         """
-        with self._changed:
+        with self._lock:
             if self._is_closing:
                 return False
             self._items.append(block)
@@ -121,7 +127,7 @@ class Writer(Generic[T]):
             StoreError: if that takes longer than the deadline.
         """
         barrier = _Barrier()
-        with self._changed:
+        with self._lock:
             if self._has_ended:
                 return
             self._items.append(barrier)
@@ -132,14 +138,14 @@ class Writer(Generic[T]):
 
     def close(self) -> None:
         """Commit what waits, then stop the thread."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(BARRIER_SECONDS)
 
     def _next_batch(self) -> list[QueuedBlock[T]] | _Barrier | None:
         """Wait for work: a batch, a barrier, or None at the end."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._items or self._is_closing)
             if not self._items:
                 self._has_ended = True  # known under the lock: nobody waits for an ended thread
@@ -174,7 +180,7 @@ class Writer(Generic[T]):
             except BaseException as error:  # the thread must live: recorded, and told at flush
                 self.failure = error
                 logger.exception("a commit of %d blocks failed", len(work))
-            with self._changed:
+            with self._lock:
                 self._queued -= len(work)
                 self._changed.notify_all()
 
@@ -193,7 +199,8 @@ class Job:
 
     def __init__(self, parts: Collection[Part] = ()) -> None:
         """``parts`` are the groups and layers that ``wait_group`` may ask for."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._parts = frozenset(parts)
         self._ready: set[Part] = set()
         self._is_copying = False
@@ -215,7 +222,7 @@ class Job:
 
     def wait(self, timeout: float = BARRIER_SECONDS) -> bool:
         """Wait at most ``timeout`` seconds; say whether the job is done."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._is_done, timeout)
 
     def wait_group(self, group: str, layer: int, timeout: float = BARRIER_SECONDS) -> bool:
@@ -230,7 +237,7 @@ class Job:
         if part not in self._parts:
             msg = f"this job loads no layer {layer} of group {group!r}, expected one of {sorted(self._parts)}"
             raise ValueError(msg)
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._is_done or part in self._ready, timeout)
             return part in self._ready
 
@@ -264,7 +271,7 @@ class Job:
 
     def mark_ready(self, group: str, layer: int) -> None:
         """Note that one layer is in place. For the work itself."""
-        with self._changed:
+        with self._lock:
             self._ready.add((group, layer))
             self._changed.notify_all()
 
@@ -279,7 +286,7 @@ class Job:
 
     def finish(self) -> None:
         """Note that the work has ended. For whoever refuses it."""
-        with self._changed:
+        with self._lock:
             self._is_done = True
             self._changed.notify_all()
 
@@ -290,7 +297,8 @@ class TaskThread:
     def __init__(self, name: str, bound: int) -> None:
         self._tasks: deque[Callable[[], None]] = deque()
         self._bound = bound
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -302,7 +310,7 @@ class TaskThread:
 
     def submit(self, task: Callable[[], None]) -> bool:
         """Queue a task, which must not raise; say whether it was taken."""
-        with self._changed:
+        with self._lock:
             if self._is_closing or len(self._tasks) >= self._bound:
                 return False
             self._tasks.append(task)
@@ -311,7 +319,7 @@ class TaskThread:
 
     def close(self) -> None:
         """Run what waits, then stop the thread."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(BARRIER_SECONDS)
@@ -323,7 +331,7 @@ class TaskThread:
             StoreError: if that takes longer than the deadline.
         """
         mark = threading.Event()
-        with self._changed:
+        with self._lock:
             if self._is_closing:
                 return
             self._tasks.append(mark.set)
@@ -334,7 +342,7 @@ class TaskThread:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._tasks or self._is_closing)
                 if not self._tasks:
                     return
@@ -366,7 +374,8 @@ class Errand:
         self._work = work
         self._deadline = deadline
         self._is_cancelled = is_cancelled
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._next = 0
         self._end = self.count = count
         """No place from here on is begun or counts."""
@@ -386,14 +395,14 @@ class Errand:
                 end = self._work(first, min(first + self._run, self.count))
             except BaseException as error:  # its thread must live: raised by ``finish``
                 self._error = error
-            with self._changed:
+            with self._lock:
                 self._underway.discard(first)
                 if end < min(first + self._run, self.count):
                     self._end = min(self._end, end)
                 self._changed.notify_all()
 
     def _take(self) -> int | None:
-        with self._changed:
+        with self._lock:
             if self._has_begun:
                 return None
             first = self._next
@@ -415,7 +424,7 @@ class Errand:
 
         Who ``leaves`` does so at the deadline; runs that are underway then do not count.
         """
-        with self._changed:
+        with self._lock:
             seconds = max(0.0, self._deadline - time.monotonic()) if leaves else math.inf
             timeout = seconds if seconds < threading.TIMEOUT_MAX else None
             self._changed.wait_for(lambda: not self._underway and self._has_begun, timeout)
@@ -437,14 +446,15 @@ class Crew:
         self._name = name
         self._threads = threads
         self._waiting: deque[Errand] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._started = 0
         self._is_closing = False
 
     def begin(self, errand: Errand) -> None:
         """Let threads begin with an errand; how many come depends on who is free."""
         wanted = min(self._threads, errand.runs)
-        with self._changed:
+        with self._lock:
             if self._is_closing:
                 return
             while self._started < wanted:
@@ -465,15 +475,74 @@ class Crew:
 
     def close(self) -> None:
         """Let the threads end when they are through with what they do."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
                 if not self._waiting:
                     return
                 errand = self._waiting.popleft()
             errand.help()
+
+
+class _Call(Generic[T]):
+    """A call that a thread of its own makes, once."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._claim = threading.Lock()
+        self._running = threading.Lock()
+        self._running.acquire()
+        self.results: list[T] = []
+        """What it returned, if it did."""
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call, unless it is called off."""
+        if self._claim.acquire(blocking=False):
+            try:
+                self.results.append(self._work())
+            except BaseException as error:  # raised where the call is waited for
+                self.error = error
+            finally:
+                self._running.release()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        with self._running:
+            pass
+
+    def settle(self) -> None:
+        """Call it off, or wait for its end if it has begun."""
+        if not self._claim.acquire(blocking=False):
+            self.wait()
+
+
+def unharmed(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Return what ``work`` returns, with nothing half done if Ctrl-C comes meanwhile.
+
+    Signals raise in the main thread alone, so there it is done by another one. The first Ctrl-C waits
+    for its end, and for ``undo`` of its result, before it is raised; a second one leaves at once, and
+    the work goes on to its end.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return work()
+    call = _Call(functools.partial(contextvars.copy_context().run, work))
+    try:
+        try:
+            threading.Thread(target=call.run, name="kvstore-call", daemon=True).start()
+        except RuntimeError:  # at the end of the interpreter, or for want of threads
+            call.run()
+        call.wait()
+    except BaseException:
+        call.settle()
+        if undo is not None and call.results:
+            unharmed(functools.partial(undo, call.results[0]))
+        raise
+    if call.error is not None:
+        raise call.error
+    return call.results[0]

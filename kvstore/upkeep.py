@@ -11,6 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.opening import resolved
 from kvstore.sizes import size_bytes
 from kvstore.tier import directory
+from kvstore.transfer import unharmed
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
@@ -84,7 +85,7 @@ def compact(path: Path) -> dict[str, Any]:
     directory.require_store(path)
     before = (path / directory.DATA_FILE).stat().st_size
     with admin.owned(path) as store:
-        store.ssd.compact()
+        unharmed(store.ssd.compact)
         after = store.ssd.file_bytes
         return {
             "path": str(path),

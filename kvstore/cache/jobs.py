@@ -22,7 +22,7 @@ from kvstore.cache.prefix import Prefix
 from kvstore.cache.reading import Limits
 from kvstore.frame import Frames, Wave
 from kvstore.layout import LayerGroup, Layout
-from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread
+from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread, unharmed
 
 if TYPE_CHECKING:
     from kvstore.tier.paged import PagedEntries
@@ -176,8 +176,11 @@ class Jobs:
             if self._is_closing:  # also for a caller that was asked in before: no thread is made
                 return False
             if name not in self._threads:
-                self._threads[name] = TaskThread(f"kvstore-{name}", QUEUED_JOBS)
+                unharmed(lambda: self._make_thread(name))
             return self._threads[name].submit(task)
+
+    def _make_thread(self, name: str) -> None:
+        self._threads[name] = TaskThread(f"kvstore-{name}", QUEUED_JOBS)
 
     def save(self, save: Save) -> Job:
         """Start a save. One that comes too late, or finds the queue full, is dropped and counted."""

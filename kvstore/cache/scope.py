@@ -55,6 +55,8 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
+        self._holding: Any = None
+        """The share in the opening of the store that this scope needs, kept by every scope of it."""
         self._roots: frozenset[BlockHash] = frozenset()
         """Roots of its generations so far: matches of an older one are still its own."""
         self._bind(namespace)
@@ -109,7 +111,9 @@ class Scope:
         if not isinstance(given, Namespace):
             msg = f"namespace must be a kvstore.Namespace, found {shown(given)}"
             raise ConfigError(msg)
-        return Scope(self._shared, namespace, quota_bytes(ssd_quota))
+        scope = Scope(self._shared, namespace, quota_bytes(ssd_quota))
+        scope._holding = self._holding
+        return scope
 
     def _prefix(self, tokens: Tokens, images: Sequence[ImageSpan]) -> Prefix:
         self._shared.guard()

@@ -20,6 +20,7 @@ import resource
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -69,6 +70,8 @@ _OVERHEAD_PAGES = 32
 _READERS = 512
 FORK_SECONDS = 5.0
 """Most time that a fork waits for a call to end; a disk that takes longer is as good as failed."""
+CLOSE_SECONDS = 60.0
+"""Most time that a close waits for calls inside, as a copy does."""
 COPY_SECONDS = 60.0
 """Most time that a compacted copy waits for calls inside the old file to end."""
 _HINT_BATCH = 1024
@@ -222,9 +225,7 @@ class SsdTier:
         """Namespaces whose last record went since somebody took this note."""
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
-        self._scratch = threading.local()
-        self._users = 0
-        self._idle = threading.Condition()
+        self._open_gates()
         self._is_closed = False
         self._writing = threading.RLock()
         """Held through every write transaction: healing is no other's business."""
@@ -237,6 +238,15 @@ class SsdTier:
         self._readers_checked = time.monotonic()
         """When slots of killed readers were last cleared: opening does it."""
         self._attach(env)
+
+    def _open_gates(self) -> None:
+        self._scratch = threading.local()
+        """What a thread has of its own: a gate, and a buffer."""
+        self._gates: weakref.WeakSet[Any] = weakref.WeakSet()
+        """A lock for each thread that ever called, held while a call is inside the environment."""
+        self._gating = threading.Lock()
+        self._was_busy = False
+        """Whether a call was inside when this process was forked."""
 
     def _attach(self, env: lmdb.Environment) -> None:
         """Take over an open environment, and its file."""
@@ -265,9 +275,9 @@ class SsdTier:
     @property
     def live_bytes(self) -> int:
         """Bytes of all pages in use, trees included."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             stats = [txn.stat(db) for db in (self._sys, self._meta, self._pay, self._age)]
-            stats.append(self._env.stat())
+            stats.append(self._inside.stat())
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages) * PAGE_BYTES
 
@@ -275,12 +285,12 @@ class SsdTier:
     def file_bytes(self) -> int:
         """Bytes up to the highest page ever used: what the file takes on disk."""
         with self._using():
-            return (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
+            return (int(self._inside.info()["last_pgno"]) + 1) * PAGE_BYTES
 
     @property
     def block_count(self) -> int:
         """Blocks in the last committed state."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             return int(txn.stat(self._meta)["entries"])
 
     # ---- reading -------------------------------------------------------------------------------
@@ -290,14 +300,14 @@ class SsdTier:
 
         Cost: about 0.3 µs and 80 bytes a block.
         """
-        with self._reading(buffers=True) as txn:
+        with self._using(), self._begin(buffers=True) as txn:
             cursor: Any = txn.cursor(self._meta)
             return Records(b"".join(tree.rows(cursor, KEY_BYTES, RECORD_BYTES)))
 
     def records_after(self, key: bytes, count: int) -> list[tuple[BlockKey, Record]]:
         """Return up to ``count`` records whose keys follow ``key``, in the order of their keys."""
         found: list[tuple[BlockKey, Record]] = []
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             cursor = txn.cursor(self._meta)
             more = cursor.set_range(key + b"\0")
             while more and len(found) < count:
@@ -309,7 +319,7 @@ class SsdTier:
 
     def record(self, key: BlockKey) -> Record | None:
         """Return the record of ``key``, or None."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             data = txn.get(key, db=self._meta)
         return None if data is None else Record.unpack(data)
 
@@ -320,7 +330,7 @@ class SsdTier:
         it, so a binary search finds the end.
         """
         low, high = 0, len(path) // KEY_BYTES + 1
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             while high - low > 1:
                 middle = (low + high) // 2
                 key = path[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
@@ -334,7 +344,7 @@ class SsdTier:
 
     def known_run(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` have a record, whatever hangs on what."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             for count, key in enumerate(keys):
                 if txn.get(key, db=self._meta) is None:
                     return count
@@ -346,7 +356,7 @@ class SsdTier:
         Only the pages of a frame that ``take`` touches are read.
         """
         for first in range(0, len(keys), READ_BATCH):
-            with self._reading(buffers=True) as txn:
+            with self._using(), self._begin(buffers=True) as txn:
                 for key in keys[first : first + READ_BATCH]:
                     value = txn.get(key, db=self._pay)
                     if value is not None:
@@ -387,7 +397,7 @@ class SsdTier:
 
     def will_need(self, keys: Sequence[BlockKey], bounds: tuple[int, int] | None = None) -> None:
         """Let the disk begin to read frames that ``read`` will be asked for; whatever fails then."""
-        with suppress(*MEDIUM_ERRORS), self._reading(buffers=True) as txn:
+        with suppress(*MEDIUM_ERRORS), self._using(), self._begin(buffers=True) as txn:
             for key in keys:
                 page, size = self._place(txn.get(key, db=self._meta))
                 offset = page * PAGE_BYTES + PAGE_HEADER_BYTES
@@ -406,7 +416,7 @@ class SsdTier:
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
-        with self._reading(buffers=True) as txn:
+        with self._begin(buffers=True) as txn:
             found = [txn.get(key, db=self._meta) for key in keys[first:stop]]
             places = [self._place(data) for data in found]
             i = first
@@ -456,7 +466,7 @@ class SsdTier:
 
     def frame(self, key: BlockKey) -> bytes | None:
         """Return a copy of a frame as stored, unchecked, or None."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             data = txn.get(key, db=self._pay)
         return None if data is None else bytes(data)
 
@@ -481,7 +491,8 @@ class SsdTier:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
         """
         replaced: list[Record] = []
-        with self._changing(buffers=True) as txn:
+
+        def write(txn: Any) -> None:
             for key, sequence in (uses or {}).items():
                 self._rewrite(txn, key, sequence=sequence)
             for name, value in (facts or {}).items():
@@ -492,9 +503,11 @@ class SsdTier:
                 record = item.record.pack(0 if value is None else _page_of(value))
                 if not txn.put(item.key, record, db=self._meta, overwrite=False):
                     # A delete has failed.
-                    replaced += self._drop_age(txn, txn.get(item.key, db=self._meta))
+                    replaced.extend(self._drop_age(txn, txn.get(item.key, db=self._meta)))
                     txn.put(item.key, record, db=self._meta)
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
+
+        self._change(write, buffers=True)
         self.usage.update(usage_of(item.record for item in puts))
         self._uncount(replaced)
 
@@ -509,9 +522,12 @@ class SsdTier:
 
     def amend(self, keys: Iterable[BlockKey], **fields: Any) -> None:
         """Change fields of the records of ``keys`` in one durable transaction."""
-        with self._changing() as txn:
+
+        def write(txn: Any) -> None:
             for key in keys:
                 self._rewrite(txn, key, **fields)
+
+        self._change(write)
 
     def _rewrite(self, txn: lmdb.Transaction, key: BlockKey, **fields: Any) -> None:
         data = txn.get(key, db=self._meta)
@@ -544,12 +560,15 @@ class SsdTier:
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
         gone: list[Record] = []
-        with self._changing() as txn:
+
+        def write(txn: Any) -> None:
             for key in keys:
                 data = txn.pop(key, db=self._meta)
                 if data is not None:
-                    gone += self._drop_age(txn, data)
+                    gone.extend(self._drop_age(txn, data))
                     txn.delete(key, db=self._pay)
+
+        self._change(write)
         self._uncount(gone)
 
     def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> list[Record]:
@@ -599,24 +618,26 @@ class SsdTier:
             self._heal()
             self._clear_readers()
             try:
-                self._env.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
+                self._inside.sync(True)  # noqa: FBT003 - py-lmdb's own positional flag
             except MEDIUM_ERRORS:
                 self._is_suspect = True
                 raise
 
-    @contextmanager
-    def _changing(self, *, buffers: bool = False) -> Iterator[Any]:
-        """Change the databases in one durable transaction, which returns views if ``buffers``."""
+    def _change(self, write: Callable[[Any], None], *, buffers: bool = False) -> None:
+        """Let ``write`` change the databases in one durable transaction, which returns views if ``buffers``.
+
+        No generator: one that is cut off while it is entered keeps its transaction open.
+        """
         with self._writing, self._using():
             self._heal()
             self._clear_readers()
             self._reach()
             try:
-                begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+                begin: Any = self._inside.begin  # its overloads know no variable for `buffers`
                 with begin(write=True, buffers=buffers) as txn:
-                    yield txn
+                    write(txn)
             except lmdb.MapFullError:  # before anything was written
-                self._env.reader_check()  # a killed reader keeps every page freed since it began
+                self._inside.reader_check()  # a killed reader keeps every page freed since it began
                 raise
             except MEDIUM_ERRORS as error:
                 self._is_suspect = True
@@ -628,7 +649,7 @@ class SsdTier:
         now = time.monotonic()
         if now - self._readers_checked >= READERS_SECONDS:
             self._readers_checked = now
-            self._env.reader_check()
+            self._inside.reader_check()
 
     def _reach(self) -> None:
         """Let the file be as long as the next transaction may make it, so that no page is behind its end.
@@ -656,11 +677,14 @@ class SsdTier:
             raise OSError(
                 errno.EIO, "an earlier sync failed: nothing is written until it is reopened"
             )
-        with self._env.begin(write=True) as txn:
+        with self._inside.begin(write=True) as txn:
             txn.put(b"clean", b"0", db=self._sys)  # any change will do
-        self._is_lost = True
-        self._env.sync(True)  # noqa: FBT003
-        self._is_suspect = self._is_lost = False
+        try:
+            self._inside.sync(True)  # noqa: FBT003
+        except MEDIUM_ERRORS:
+            self._is_lost = True
+            raise
+        self._is_suspect = False
 
     # ---- compacting (owner) --------------------------------------------------------------------
 
@@ -718,14 +742,14 @@ class SsdTier:
             )
             raise StoreError(msg)
         folder = directory.new_copy_folder(self.path)
-        state = self._env.info()["last_txnid"]
+        state = self._inside.info()["last_txnid"]
         self._write_copy(folder)
         self._exchange(folder, state)
         self.set_fact("clean", b"0")
 
     def _write_copy(self, folder: Path) -> None:
         with self._using():
-            self._env.copy(str(folder), compact=True)
+            self._inside.copy(str(folder), compact=True)
         lock = directory.try_lock(folder)
         assert lock is not None, "a folder of the owner's own"
         options = replace(self.options, preallocate=False)
@@ -750,13 +774,19 @@ class SsdTier:
         """Write into every record where its payload lies now."""
         keys = [key for key, _ in self.records()]
         for first in range(0, len(keys), _HINT_BATCH):
-            batch, end = keys[first : first + _HINT_BATCH], 0
-            with self._changing(buffers=True) as txn:
+            batch = keys[first : first + _HINT_BATCH]
+            pages: list[int] = []
+
+            def write(
+                txn: Any, batch: Sequence[BlockKey] = batch, pages: list[int] = pages
+            ) -> None:
                 for key in batch:
                     value = txn.get(key, db=self._pay)
-                    page = 0 if value is None else _page_of(value)
-                    end = max(end, page)
-                    self._rewrite(txn, key, page=page)
+                    pages.append(0 if value is None else _page_of(value))
+                    self._rewrite(txn, key, page=pages[-1])
+
+            self._change(write, buffers=True)
+            end = max(pages)
             if end:  # a compacted file holds payloads in the order of their keys: look ahead
                 size = (len(batch) + 1) * self.block_bytes
                 os.posix_fadvise(self._file, end * PAGE_BYTES, size, _WILL_NEED)
@@ -764,9 +794,8 @@ class SsdTier:
     def _exchange(self, folder: Path, state: int) -> None:
         """Go on with the copy in ``folder``, made when ``state`` was the last transaction."""
         assert self._map_lock is not None
-        with self._writing, self._idle:
-            is_idle = self._idle.wait_for(lambda: not self._users, COPY_SECONDS)
-            if not is_idle or self._env.info()["last_txnid"] != state:
+        with self._writing, self._alone(COPY_SECONDS) as is_alone:
+            if not is_alone or self._env.info()["last_txnid"] != state:
                 msg = f"{self.path} was in use while it was compacted; it stays as it was"
                 raise StoreError(msg)
             self._env.close()
@@ -789,7 +818,7 @@ class SsdTier:
 
     def fact(self, name: str) -> bytes | None:
         """Return a small named value."""
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             data = txn.get(name.encode(), db=self._sys)
         return None if data is None else bytes(data)
 
@@ -797,7 +826,7 @@ class SsdTier:
         """Return all small values whose names start with ``prefix``, by the rest of the name."""
         start = prefix.encode()
         found: dict[str, bytes] = {}
-        with self._reading() as txn:
+        with self._using(), self._begin() as txn:
             cursor = txn.cursor(self._sys)
             more = cursor.set_range(start)
             while more and bytes(cursor.key()).startswith(start):
@@ -812,65 +841,85 @@ class SsdTier:
 
     def set_facts(self, values: Mapping[str, bytes | None]) -> None:
         """Store small named values durably, all or none; those that are None are removed."""
-        with self._changing() as txn:
+
+        def write(txn: Any) -> None:
             for name, value in values.items():
                 if value is None:
                     txn.delete(name.encode(), db=self._sys)
                 else:
                     txn.put(name.encode(), value, db=self._sys)
 
+        self._change(write)
+
     # ---- life ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _reading(self, *, buffers: bool = False) -> Iterator[Any]:
-        """Read one committed state, in a transaction that returns views if ``buffers``."""
-        with ExitStack() as stack:
-            stack.enter_context(self._using())
-            try:
-                txn = self._begin(buffers=buffers)
-            except lmdb.MapResizedError:  # an owner with a larger cap
-                stack.close()
-                self._follow_size()
-                stack.enter_context(self._using())
-                txn = self._begin(buffers=buffers)
-            yield stack.enter_context(txn)
+    def _using(self) -> Any:
+        """Return the gate of this thread, to be held while it is inside: a closed map is a crash.
 
-    def _begin(self, *, buffers: bool) -> Any:
-        """Begin a transaction that reads; where all slots are taken, clear those of killed readers."""
-        begin: Any = self._env.begin  # its overloads know no variable for `buffers`
+        A lock as itself, so that nothing can interrupt between taking it and what it guards.
+        """
+        gate = getattr(self._scratch, "gate", None)
+        if gate is None:
+            with self._gating:
+                gate = threading.RLock()
+                self._gates.add(gate)
+                self._scratch.gate = gate
+        return gate
+
+    @property
+    def _inside(self) -> lmdb.Environment:
+        """The environment, for who holds his gate."""
+        if self._is_closed:
+            msg = f"the store at {self.path} is closed"
+            raise StoreError(msg)
+        return self._env
+
+    @contextmanager
+    def _alone(self, seconds: float) -> Iterator[bool]:
+        """Wait until no call is inside, and let none in; say whether that came about in time."""
+        deadline = time.monotonic() + seconds
+        with self._gating, ExitStack() as held:
+            is_alone = True
+            for gate in list(self._gates):
+                # As a condition asks it. Who is inside himself would wait for himself.
+                is_mine = gate._is_owned()  # noqa: SLF001
+                if not is_mine and gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    held.callback(gate.release)
+                else:
+                    is_alone = False
+            yield is_alone
+
+    def _begin(self, *, buffers: bool = False) -> Any:
+        """Begin a transaction that reads, for who holds his gate and has none yet.
+
+        Where all slots are taken, those of killed readers are cleared first; where the owner has a
+        larger cap by now, as much is mapped here.
+        """
+        begin: Any = self._inside.begin  # its overloads know no variable for `buffers`
         try:
             return begin(buffers=buffers)
         except lmdb.ReadersFullError:
             self._env.reader_check()
-            return begin(buffers=buffers)
+        except lmdb.MapResizedError:
+            gate = self._using()
+            gate.release()
+            try:
+                self._follow_size()
+            finally:
+                gate.acquire()
+        return begin(buffers=buffers)
 
     def _follow_size(self) -> None:
         """As a reader: map as much as the owner does now, once no call is inside."""
-        with self._idle:
-            if self._idle.wait_for(lambda: not self._users, COPY_SECONDS) and not self._is_closed:
+        with self._alone(COPY_SECONDS) as is_alone:
+            if is_alone and not self._is_closed:
                 self._env.set_mapsize(0)
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keep the environment open while a call is inside it: a closed map is a crash."""
-        with self._idle:
-            if self._is_closed:
-                msg = f"the store at {self.path} is closed"
-                raise StoreError(msg)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
 
     def close(self) -> None:
         """Wait for calls inside, then release the files. Idempotent."""
-        with self._idle:
-            if self._is_closed:
-                return
-            self._idle.wait_for(lambda: self._users == 0, timeout=60)
+        if self._is_closed:
+            return
+        with self._alone(CLOSE_SECONDS):
             self._is_closed = True
         # If not marked as clean, the next opening looks at the heads of all values too.
         if self.is_owner and not (self._is_suspect or self._is_damaged):
@@ -887,12 +936,12 @@ class SsdTier:
 
     def before_fork(self) -> None:
         """Wait until no call is inside, and let none in: a child could not close the environment."""
-        self._idle.acquire()
-        self._idle.wait_for(lambda: not self._users, FORK_SECONDS)
+        self._forking = ExitStack()
+        self._was_busy = not self._forking.enter_context(self._alone(FORK_SECONDS))
 
     def after_fork(self) -> None:
         """In the parent: let calls in again."""
-        self._idle.release()
+        self._forking.close()
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors, so that no lock outlives the parent.
@@ -900,7 +949,9 @@ class SsdTier:
         The environment stays open until ``forget``: closing it here would clear the parent's
         reader slots for every child, also those that never use the store.
         """
-        self._idle = threading.Condition()  # the parent's may be held by a thread that is not here
+        was_busy = self._was_busy
+        self._open_gates()  # the parent's may be held by a thread that is not here
+        self._was_busy = was_busy
         self._is_closed = True
         self._close_files()
 
@@ -910,7 +961,7 @@ class SsdTier:
         Raises:
             StoreError: if a call of the parent was inside at the fork; closing would wait for ever.
         """
-        if self._users:
+        if self._was_busy:
             msg = (
                 f"the store at {self.path} was busy when this process forked; open it in a new one"
             )

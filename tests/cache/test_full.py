@@ -32,7 +32,7 @@ def keep(cache: PrefixCache, seed: int) -> int:
 
 def of_lmdb(code: int) -> lmdb.Error:
     error = lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}")
-    error.code = code
+    vars(error)["code"] = code
     return error
 
 

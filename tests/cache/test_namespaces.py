@@ -103,14 +103,14 @@ def test_a_new_tenant_costs_no_transaction_but_that_of_its_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    changing = SsdTier._changing
+    change = SsdTier._change
 
-    def counted(self: SsdTier, **options: Any) -> Any:
+    def counted(self: SsdTier, *write: Any, **options: Any) -> Any:
         written.append(1)
-        return changing(self, **options)
+        return change(self, *write, **options)
 
     with open_cache(tmp_path / "s") as cache:
-        monkeypatch.setattr(SsdTier, "_changing", counted)
+        monkeypatch.setattr(SsdTier, "_change", counted)
         costs = []
         for number in range(40):
             put(cache.scope(tenant(number)), number)
@@ -316,17 +316,15 @@ def test_the_order_of_a_quota_is_not_that_of_a_later_namespace(tmp_path: Path) -
 def pictures(monkeypatch: pytest.MonkeyPatch, path: Path, folder: Path) -> Iterator[list[Path]]:
     """Copy a store after each of its transactions, as a kill right then would leave it."""
     taken: list[Path] = []
-    changing = SsdTier._changing
+    change = SsdTier._change
 
-    @contextmanager
-    def seen(self: SsdTier, **options: Any) -> Iterator[Any]:
-        with changing(self, **options) as txn:
-            yield txn
+    def seen(self: SsdTier, *write: Any, **options: Any) -> None:
+        change(self, *write, **options)
         taken.append(folder / f"{len(taken)}")
         shutil.copytree(path, taken[-1])
 
     with monkeypatch.context() as patched:
-        patched.setattr(SsdTier, "_changing", seen)
+        patched.setattr(SsdTier, "_change", seen)
         yield taken
 
 
@@ -540,7 +538,7 @@ def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, seque
                 sequence, 2000
             )
             assert cache._shared.context.sequence < 2000
-            with ssd._reading() as txn:
+            with ssd._using(), ssd._begin() as txn:
                 rows = txn.stat(ssd._age)["entries"]
             assert rows <= ssd.block_count + 1
             assert [hit(cache, each) for each in prompts[-20:]] == [1] * 20

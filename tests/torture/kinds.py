@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.torture import circumstances, damage, disk, kills, model, power, processes
+from tests.torture import circumstances, damage, disk, interrupts, kills, model, power, processes
 from tests.torture.runner import Kind
 
 KINDS: Sequence[Kind] = (
@@ -13,6 +13,7 @@ KINDS: Sequence[Kind] = (
     *damage.KINDS,
     *disk.KINDS,
     *processes.KINDS,
+    *interrupts.KINDS,
     *circumstances.KINDS,
     *model.KINDS,
 )
