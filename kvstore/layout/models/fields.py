@@ -1,0 +1,121 @@
+"""Fields of a config, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvstore.errors import ConfigError, brief
+from kvstore.layout.values import DTYPE_FORMATS, FORMATS, MOST_LAYERS
+
+Config = Mapping[str, Any]
+
+MOST_FIELD = 1 << 20
+"""Largest value of a field: no window is longer than the longest context, 1,048,576 tokens."""
+_MOST_CONTEXT = 1 << 40
+"""Largest context or window that is compared with the other: far above any public one."""
+
+
+def type_of(config: Config) -> str:
+    """Return the model type of a config as an error names it."""
+    return brief(config.get("model_type"))
+
+
+def label_of(config: Config) -> str:
+    """Return a config's label for people."""
+    return str(config.get("_name_or_path") or config.get("model_type"))[:256]
+
+
+def integer(config: Config, *names: str, most: int = MOST_FIELD) -> int:
+    """Return the positive integer of a field, which has one of these names."""
+    value = one_of_names(config, *names)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        msg = f"config field {names[0]} must be a positive integer, found {brief(value)}"
+        if value is None:
+            msg += (
+                f"; model type {type_of(config)} may leave it to its class (transformers' AutoConfig has "
+                "its to_dict() with every field), or cache what this version cannot describe: make a "
+                "kvstore.Layout of your own"
+            )
+        raise ConfigError(msg)
+    if value > most:
+        msg = f"config field {names[0]} must be at most {most:,}, found {brief(value)}"
+        raise ConfigError(msg)
+    return value
+
+
+def one_of_names(config: Config, *names: str) -> object:
+    """Return the value of a field that has several names; None if none of them has one.
+
+    Raises:
+        ConfigError: if two names have different values: which one counts depends on who reads it.
+    """
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    values = list(found.values())
+    if any(value != values[0] for value in values):
+        shown = " and ".join(f"{name} {brief(value)}" for name, value in found.items())
+        msg = (
+            f"model type {type_of(config)} has {shown}, which name one thing; expected equal values"
+        )
+        raise ConfigError(msg)
+    return values[0] if values else None
+
+
+def layer_count(config: Config, *names: str) -> int:
+    """Return how many layers a model has."""
+    return integer(config, *(names or ("num_hidden_layers",)), most=MOST_LAYERS)
+
+
+def context_tokens(config: Config) -> int | None:
+    """Return the longest context that a config allows, scaled as its positions are; None if unknown."""
+    most = config.get("max_position_embeddings")
+    if isinstance(most, bool) or not isinstance(most, int) or not 0 < most < _MOST_CONTEXT:
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+    if not isinstance(factor, int | float) or not 1 < factor < _MOST_CONTEXT:
+        return most
+    return int(most * factor)
+
+
+def integers(config: Config, name: str) -> Sequence[int]:
+    """Return a list of integers."""
+    value = config.get(name)
+    if not isinstance(value, (list, tuple)) or any(
+        isinstance(item, bool) or not isinstance(item, int) for item in value
+    ):
+        msg = f"config field {name} must be a list of integers, found {brief(value)}"
+        raise ConfigError(msg)
+    if any(abs(item) > MOST_FIELD for item in value):
+        msg = f"config field {name} must have no item above {MOST_FIELD:,}, found {brief(value)}"
+        raise ConfigError(msg)
+    return value
+
+
+def entry_format(dtype: object) -> str:
+    """Return the entry format that a dtype of a config, of torch or of this package names."""
+    text = str(dtype)[:256].removeprefix("torch.") if not isinstance(dtype, list | dict) else ""
+    name = DTYPE_FORMATS.get(text, text)
+    if name not in FORMATS:
+        known = ", ".join([*FORMATS, *DTYPE_FORMATS])
+        msg = f"unknown dtype {brief(str(dtype) if text else dtype)}, expected one of {known}"
+        raise ConfigError(msg)
+    return name
+
+
+def named_formats(
+    dtype: str | Mapping[str, str], needed: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return the format of each group that ``dtype`` names; all of ``needed`` are named."""
+    if isinstance(dtype, Mapping):
+        formats: dict[str, object] = dict(dtype)
+    else:
+        formats = dict.fromkeys(needed, dtype)
+    if not set(needed) <= formats.keys() <= {*needed, *optional}:
+        also = f" and may have {' and '.join(optional)}" if optional else ""
+        msg = (
+            f"dtype names groups {sorted(map(str, formats))}, this model has exactly "
+            f"{' and '.join(needed)}{also}"
+        )
+        raise ConfigError(msg)
+    return formats
