@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -134,7 +134,7 @@ def _one_of(value: object, known: tuple[str, ...], owner: str, name: str) -> str
 
 def _items(value: object, owner: str, name: str, kind: str) -> tuple[object, ...]:
     """Return the items of a list, but not of text; none if there are more than layers of a model."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
         msg = f"{owner}: {name} must be a list of {kind}, found {brief(value)}"
         raise ConfigError(msg)
     items = tuple(islice(value, MOST_LAYERS + 1))
@@ -195,7 +195,7 @@ class LayerGroup:
             entry_format=_one_of(self.entry_format, tuple(FORMATS), owner, "entry format"),
         )
         rules = SCALE_RULES.get(self.entry_format, ("",))
-        if self.scale_rule == "":
+        if isinstance(self.scale_rule, str) and not self.scale_rule:
             _set(self, scale_rule=rules[0])
         if not isinstance(self.scale_rule, str) or self.scale_rule not in rules:
             msg = f"{owner}: {self.entry_format} has no scale rule {brief(self.scale_rule)}, expected one of {', '.join(rules)}"

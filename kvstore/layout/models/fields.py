@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore.errors import ConfigError, brief
+from kvstore.errors import MOST_SHOWN, ConfigError, brief
 from kvstore.layout.values import DTYPE_FORMATS, FORMATS, MOST_LAYERS
 
 Config = Mapping[str, Any]
@@ -23,7 +23,8 @@ def type_of(config: Config) -> str:
 
 def label_of(config: Config) -> str:
     """Return a config's label for people."""
-    return str(config.get("_name_or_path") or config.get("model_type"))[:256]
+    name = config.get("_name_or_path")
+    return (name if name and isinstance(name, str) else str(config["model_type"]))[:MOST_SHOWN]
 
 
 def integer(config: Config, *names: str, most: int = MOST_FIELD) -> int:
@@ -52,7 +53,7 @@ def one_of_names(config: Config, *names: str) -> object:
     """
     found = {name: config[name] for name in names if config.get(name) is not None}
     values = list(found.values())
-    if any(value != values[0] for value in values):
+    if any(value != values[0] for value in values[1:]):
         shown = " and ".join(f"{name} {brief(value)}" for name, value in found.items())
         msg = (
             f"model type {type_of(config)} has {shown}, which name one thing; expected equal values"
@@ -94,11 +95,11 @@ def integers(config: Config, name: str) -> Sequence[int]:
 
 def entry_format(dtype: object) -> str:
     """Return the entry format that a dtype of a config, of torch or of this package names."""
-    text = str(dtype)[:256].removeprefix("torch.") if not isinstance(dtype, list | dict) else ""
+    text = (dtype if isinstance(dtype, str) else brief(dtype)).removeprefix("torch.")
     name = DTYPE_FORMATS.get(text, text)
     if name not in FORMATS:
         known = ", ".join([*FORMATS, *DTYPE_FORMATS])
-        msg = f"unknown dtype {brief(str(dtype) if text else dtype)}, expected one of {known}"
+        msg = f"unknown dtype {brief(text)}, expected one of {known}"
         raise ConfigError(msg)
     return name
 

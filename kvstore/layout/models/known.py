@@ -86,7 +86,10 @@ _GPT2 = Plain(
 )
 _OWN_HEADS = Plain(kv_heads=(), head_dim=())
 _DIVIDED = Plain(head_dim=())
-_QWEN2 = Plain(slides=Slides.UPPER, left_out={"use_sliding_window": False, "max_window_layers": 28})
+_QWEN2 = Plain(
+    slides=Slides.UPPER,
+    left_out={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
+)
 _QWEN3 = Plain(slides=Slides.UPPER, left_out={**_QWEN2.left_out, "head_dim": 128})
 _QWEN_STATED = Plain(slides=Slides.STATED, left_out={"use_sliding_window": False})
 _EVERY = Plain(slides=Slides.EVERY)
