@@ -378,8 +378,8 @@ def test_what_is_no_config_is_one_line_and_status_2(
 def test_one_bad_model_does_not_hide_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    names = [str(tmp_path), "smollm2-135m", "deepseek-v4-flsh", "qwen3-32b"]
     for options in ([], ["--measure", "--block-tokens", "16"]):
-        names = [str(tmp_path), "smollm2-135m", "deepseek-v4-flsh", "qwen3-32b"]
         assert cli.main(["footprint", *names, *options, "--json"]) == 2
         given = capsys.readouterr()
         found = json.loads(given.out)

@@ -236,6 +236,9 @@ def test_upper_layers_slide_only_if_the_config_says_so() -> None:
         (256, 256, None, False),  # engines keep a row less than the window
         (257, 256, {"rope_type": "yarn", "factor": 4.0}, False),
         (1025, 256, {"rope_type": "yarn", "factor": 4.0}, True),
+        (257, 256, {"factor": 4.0, "original_max_position_embeddings": 64}, True),
+        (257, 256, {"factor": 8.0, "original_max_position_embeddings": 64}, False),
+        (257, 256, {"factor": float("nan")}, True),
         (257, None, None, False),
         (257, 256.0, None, False),
     ],
@@ -463,7 +466,8 @@ def test_no_odd_field_of_a_group_or_a_layout_is_accepted() -> None:
             assert len(message) < 2000
     for name in ("model", "groups", "window_tokens"):
         for value in (*odd, *numbers):
-            message = said(partial(Layout, **{"model": "m", "groups": (group,), name: value}))
+            fields: dict[str, Any] = {"model": "m", "groups": (group,), name: value}
+            message = said(partial(Layout, **fields))
             is_fine = value == 0 if name == "window_tokens" and type(value) is int else False
             is_fine = is_fine or (name == "model" and isinstance(value, str))
             assert bool(message) != is_fine, (name, type(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvstore.errors import MOST_SHOWN, ConfigError, brief
 from kvstore.layout.values import DTYPE_FORMATS, FORMATS, MOST_LAYERS
@@ -70,13 +70,19 @@ def layer_count(config: Config, *names: str) -> int:
 def context_tokens(config: Config) -> int | None:
     """Return the longest context that a config allows, scaled as its positions are; None if unknown."""
     most = config.get("max_position_embeddings")
-    if isinstance(most, bool) or not isinstance(most, int) or not 0 < most < _MOST_CONTEXT:
+    if not _is_count(most):
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
     if not isinstance(factor, int | float) or not 1 < factor < _MOST_CONTEXT:
-        return most
-    return int(most * factor)
+        return int(most)
+    # Some configs give the context before it was scaled, some that after it; those say the former apart.
+    before = scaling.get("original_max_position_embeddings")
+    return max(int(most), int((before if _is_count(before) else most) * factor))
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST_CONTEXT
 
 
 def integers(config: Config, name: str) -> Sequence[int]:

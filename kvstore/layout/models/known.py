@@ -244,7 +244,7 @@ KNOWN: Mapping[str, Known] = {
         "Gemma3n Gemma3nText",
         Plain(
             slides=Slides.STATED,
-            left_out={"head_dim": 256, "sliding_window": 512},
+            left_out={"head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15},
             shares="num_kv_shared_layers",
             claims=("num_kv_shared_layers",),
         ),
