@@ -159,7 +159,7 @@ def tiny_config(kind: str, **fields: Any) -> Any:
         whole = config_class().to_dict()
         sizes: dict[str, Any] = {}
         sizes |= {name: value for name, value in _SCALE.items() if _has(config_class, whole, name)}
-        sizes |= {"pad_token_id": 0} | _SIZES.get(kind, {}) | fields
+        sizes |= {"pad_token_id": 0, **_SIZES.get(kind, {}), **fields}
         config = config_class(**{n: v for n, v in sizes.items() if n in fields or v is not None})
         if hasattr(config, "is_decoder"):
             config.is_decoder = True

@@ -72,8 +72,9 @@ def context_tokens(config: Config) -> int | None:
     most = config.get("max_position_embeddings")
     if not _is_count(most):
         return None
-    scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    scaling: Config = given if isinstance(given, Mapping) else {}
+    factor = scaling.get("factor")
     if not isinstance(factor, int | float) or not 1 < factor < _MOST_CONTEXT:
         return int(most)
     # Some configs give the context before it was scaled, some that after it; those say the former apart.
