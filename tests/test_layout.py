@@ -597,7 +597,12 @@ def test_v4_compresses_by_layer_and_keeps_a_window_in_each() -> None:
             {"dtype": "bf16"},
             "fixed entry formats",
         ),
-        (MLA, {"index_head_dim": 128}, {}, "has indexer keys .* expected latent attention"),
+        (
+            MLA,
+            {"index_head_dim": 128},
+            {},
+            "uses indexer keys .index_head_dim., expected latent attention",
+        ),
         (
             MLA,
             {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]},

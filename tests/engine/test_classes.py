@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 import kvstore
+from kvstore.engine.transformers import model_layout
 from kvstore.layout.models.known import KNOWN, REASONS, WRAPPERS
 from tests.engine import classes
 
@@ -99,3 +100,12 @@ def test_what_a_config_leaves_out_is_what_its_class_has(kind: str) -> None:
 def test_a_hit_of_an_unusual_class_gives_the_logits_of_a_cold_run(kind: str) -> None:
     found = classes.compare_hit(kind, CAUSAL[kind])
     assert found.verdict == "equal", found.detail
+
+
+def test_the_adapter_refuses_a_latent() -> None:
+    """transformers itself expands a latent before it caches it: it is not what the layout says."""
+    model = classes.build(classes.tiny_config("deepseek_v3"), CAUSAL["deepseek_v3"])
+    with pytest.raises(
+        kvstore.ConfigError, match=r"caches latent \(8 layers of 24\), expected plain"
+    ):
+        model_layout(model)

@@ -33,7 +33,8 @@ def layout_of(
     named = (c.get(name) for c in configs for name in ("dtype", "torch_dtype"))
     quantized = cache_format(configs, quantization) if dtype is None else None
     own = quantized or next(filter(None, named), "bfloat16")
-    return known.read(text, entry_format(own), dtype)
+    # A name that is no entry format, as float64, is none of a group that ``dtype`` names.
+    return known.read(text, own if isinstance(own, str) else entry_format(own), dtype)
 
 
 def _nested(config: Config) -> Sequence[Config]:

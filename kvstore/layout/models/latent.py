@@ -37,13 +37,7 @@ def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str
 
     Draft layers, which few engines run, are not counted.
     """
-    count = _layers(spec, config)
-    if config.get("index_head_dim") is not None:
-        msg = (
-            f"model type {type_of(config)} has indexer keys (index_head_dim {brief(config['index_head_dim'])}) "
-            "beside its latents, expected latent attention (MLA) alone"
-        )
-        raise ConfigError(msg)
+    count = _layers(spec, config, "kv_lora_rank")
     formats = named_formats(own if dtype is None else dtype, ("latent",))
     group = LayerGroup(
         name="latent",
@@ -54,8 +48,8 @@ def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str
     return Layout(model=label_of(config), groups=(group,))
 
 
-def _layers(spec: Latent, config: Config) -> int:
-    refuse_other_caches(config, "latent attention (MLA) in every layer")
+def _layers(spec: Latent, config: Config, *claims: str) -> int:
+    refuse_other_caches(config, "latent attention (MLA) in every layer", claims)
     count = layer_count(config, spec.layers)
     refuse_other_layers(config, count, "latent attention (MLA)")
     return count
@@ -68,7 +62,7 @@ def latent_sparse(config: Config) -> Layout:
     bytes. An indexer key is E4M3 codes with such scales: 132. Source: the ``fp8_ds_mla`` cache of
     vLLM and FlashMLA. Both are kept as bytes: no codec here reads them.
     """
-    layers = tuple(range(_layers(Latent(), config)))
+    layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
     indexers = config.get("indexer_types") or ["full"]
     if not isinstance(indexers, list | tuple) or any(kind != "full" for kind in indexers):
         msg = (
