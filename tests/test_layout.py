@@ -444,11 +444,18 @@ def test_a_dense_model_has_no_windows_to_name() -> None:
 
 
 def test_a_switched_off_window_is_no_window() -> None:
-    dense = layout(changed(LLAMA, sliding_window=4096, use_sliding_window=False))
+    qwen2 = changed(LLAMA, model_type="qwen2")
+    dense = layout(changed(qwen2, sliding_window=4096, use_sliding_window=False))
     assert dense.groups == layout(LLAMA).groups
     listed = layout(changed(LLAMA, sliding_window=4096, layer_types=["full_attention"] * 4))
     assert listed.groups == dense.groups
     assert layout(changed(LLAMA, sliding_window=None)).groups == dense.groups
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "cohere2", "dots1"])
+def test_a_class_that_cannot_switch_its_window_off_is_refused(kind: str) -> None:
+    config = changed(LLAMA, model_type=kind, sliding_window=8, max_window_layers=1)
+    assert "sliding window" in refusal(changed(config, use_sliding_window=False))
 
 
 def test_fields_that_say_no_change_nothing() -> None:

@@ -184,7 +184,7 @@ def test_the_command_shows_what_is_known_and_names_the_rest(
         (
             {**LLAMA, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}
             | {"layer_types": ["sliding_attention", "full_attention"] * 2},
-            "use_sliding_window false",
+            "a sliding window and use_sliding_window false",
         ),
         (
             {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1},

@@ -394,6 +394,7 @@ VARIATIONS: Mapping[str, Mapping[str, Any]] = {
         "left_out": "max_window_layers",
     },
     "window beyond the context": {"sliding_window": 512, "use_sliding_window": True},
+    "window switched off": {"sliding_window": WINDOW, "use_sliding_window": False},
     "no window": {"sliding_window": None},
     "full and sliding": {
         "sliding_window": WINDOW,

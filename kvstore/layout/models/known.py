@@ -280,7 +280,7 @@ KNOWN: Mapping[str, Known] = {
     "qwen2_moe": _plain("Qwen2Moe", _QWEN_STATED),
     "qwen3": _plain("Qwen3", _QWEN3),
     "qwen3_moe": _plain("Qwen3Moe", _QWEN_STATED),
-    "qwen3_omni_moe_text": _plain("Qwen3OmniMoeText", _QWEN_STATED),
+    "qwen3_omni_moe_text": _plain("Qwen3OmniMoeText", _EVERY),
     "qwen3_vl_text": _plain("Qwen3VLText", _dim(128)),
     "qwen3_vl_moe_text": _plain("Qwen3VLMoeText", _GIVEN),
     "smollm3": _plain("SmolLM3", _QWEN_STATED),

@@ -252,7 +252,10 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
     if _SLIDING not in types or _covers_context(config):
         return tuple(owners), (), 0
     if config.get("use_sliding_window") is False:
-        msg = f"model type {type_of(config)} has {_SLIDING} in layer_types and use_sliding_window false"
+        msg = (
+            f"model type {type_of(config)} has layers with a sliding window and use_sliding_window false, which "
+            "not every engine reads; expected one of both"
+        )
         raise ConfigError(msg)
     if spec.slides is Slides.NONE:
         msg = f"model type {type_of(config)} has {_SLIDING} in layer_types, which its class does not know"
@@ -281,9 +284,15 @@ def _shared(spec: Plain, config: Config, count: int) -> int:
 
 def _has_window(spec: Plain, config: Config) -> bool:
     """Tell whether a model has a window, or may have that of its class."""
+    if _is_off(spec, config):
+        return False
     may_be_left_out = spec.slides is Slides.STATED and "sliding_window" not in config
-    is_used = config.get("use_sliding_window") is not False
-    return is_used and (may_be_left_out or bool(config.get("sliding_window")))
+    return may_be_left_out or bool(config.get("sliding_window"))
+
+
+def _is_off(spec: Plain, config: Config) -> bool:
+    """Tell whether a config switches its window off; only some classes read the field that says so."""
+    return "use_sliding_window" in spec.left_out and config.get("use_sliding_window") is False
 
 
 def _covers_context(config: Config) -> bool:
