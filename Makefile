@@ -14,7 +14,7 @@ CHECKED = $(CC) -std=c11 -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion
 SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
             $(KERNELS) native/tests/*.c -lm
 
-.PHONY: help demo test test-emulated test-engines check native-test torture torture-store torture-codec bench \
+.PHONY: help demo test test-emulated test-engines check native-test torture torture-store torture-codec torture-models bench \
         bench-engines clean
 
 help:
@@ -22,7 +22,7 @@ help:
 	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
 	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
-	@echo "make torture [TORTURE=codec|store]   every float; power cuts, kills, rot, full disks (over an hour)"
+	@echo "make torture [TORTURE=codec|store|models]   every float; power cuts, kills, rot, full disks; every model class (over an hour)"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make clean   remove the environment and build products"
@@ -64,7 +64,7 @@ test-emulated: $(VENV)/.test
 	  tests/codec -k "not portable and not avx2"
 
 # What takes too long for every change; each member is a target torture-<member>.
-TORTURE ?= codec store
+TORTURE ?= codec store models
 
 torture: $(addprefix torture-,$(TORTURE))
 
@@ -77,6 +77,10 @@ torture-codec:
 	@mkdir -p native/build
 	$(CHECKED) -O3 $(KERNELS) native/torture/exhaustive.c -lm -o native/build/exhaustive
 	seq 0 4 | xargs -n 1 -P $$(nproc) native/build/exhaustive
+
+# Every causal class of transformers, built small, beside its layout; minutes.
+torture-models: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.classes
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench --benchmark-only

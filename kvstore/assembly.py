@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from kvstore.cache import Scope, SharedTiers
 from kvstore.cache.scope import quota_bytes
-from kvstore.checks import ROLES, choice, flag, integer, number, positive, shown, text
-from kvstore.errors import ConfigError
+from kvstore.checks import ROLES, choice, flag, integer, number, positive, text
+from kvstore.errors import ConfigError, brief
 from kvstore.hash import secret_fingerprint
 from kvstore.layout import Layout
 from kvstore.layout import layout as layout_of
@@ -133,7 +133,7 @@ class PrefixCache(Scope):
         }
         whose: object = namespace
         if not isinstance(whose, Namespace):
-            msg = f"namespace must be a kvstore.Namespace, found {shown(namespace)}"
+            msg = f"namespace must be a kvstore.Namespace, found {brief(namespace)}"
             raise ConfigError(msg)
         choice(role, "role", ROLES, ConfigError)
         quota = quota_bytes(ssd_quota)
@@ -296,7 +296,7 @@ def _device(value: object, name: str) -> str:
     """Return a device's name. Raises ``ConfigError`` for one that torch does not know."""
     device = text(value, name, ConfigError)
     if re.fullmatch(rf"({'|'.join(DEVICES)})(:[0-9]{{1,3}})?", device) is None:
-        msg = f"{name} must be one of {', '.join(DEVICES)}, perhaps with a number such as 'cuda:0', found {shown(value)}"
+        msg = f"{name} must be one of {', '.join(DEVICES)}, perhaps with a number such as 'cuda:0', found {brief(value)}"
         raise ConfigError(msg)
     return device
 
@@ -304,7 +304,7 @@ def _device(value: object, name: str) -> str:
 def _clock(value: object, name: str) -> Callable[[], float]:
     """Return a clock. Raises ``ConfigError`` for what cannot be called."""
     if not callable(value):
-        msg = f"{name} must be a function that returns seconds, found {shown(value)}"
+        msg = f"{name} must be a function that returns seconds, found {brief(value)}"
         raise ConfigError(msg)
     return value
 
@@ -316,7 +316,7 @@ def _formats(value: object, name: str) -> Mapping[str, str] | str:
     if not isinstance(value, Mapping) or not all(
         isinstance(part, str) for pair in value.items() for part in pair
     ):
-        msg = f"{name} must be a format or map groups to formats, found {shown(value)}"
+        msg = f"{name} must be a format or map groups to formats, found {brief(value)}"
         raise ConfigError(msg)
     return dict(value)
 
@@ -325,7 +325,7 @@ def _budget(value: object, name: str) -> float:
     """Return an error budget. Raises ``ConfigError`` for what cannot be one."""
     budget = number(value, name, "a relative error of at least 0", ConfigError)
     if budget < 0:
-        msg = f"{name} must be a relative error of at least 0, found {shown(value)}"
+        msg = f"{name} must be a relative error of at least 0, found {brief(value)}"
         raise ConfigError(msg)
     return budget
 
@@ -342,7 +342,7 @@ def _policy(value: object, name: str) -> str | Policy[Any]:
         lacks = (
             "is a class, expected an object of it" if not missing else f"lacks {', '.join(missing)}"
         )
-        msg = f"{name} must be a name or a kvstore.policy.protocol.Policy; {shown(value)} {lacks}"
+        msg = f"{name} must be a name or a kvstore.policy.protocol.Policy; {brief(value)} {lacks}"
         raise ConfigError(msg)
     return cast("Policy[Any]", value)
 

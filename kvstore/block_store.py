@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from kvstore.cache.keyed import Bytes, KeyedBlocks
 from kvstore.cache.keys import Key, NamedBlock, keyed_format, keys_root, named
-from kvstore.checks import ROLES, choice, flag, number, several, shown
-from kvstore.errors import ConfigError
+from kvstore.checks import ROLES, choice, flag, number, several
+from kvstore.errors import ConfigError, brief
 from kvstore.frame import FrameFormat
 from kvstore.hash import secret_fingerprint
 from kvstore.host import host_bytes, writable_bytes
@@ -331,7 +331,7 @@ def _opening(
 def _listener(value: object, name: str) -> Callable[[bytes], object]:
     """Return a function. Raises ``ConfigError`` for what cannot be called."""
     if not callable(value):
-        msg = f"{name} must be a function that takes a block_id, found {shown(value)}"
+        msg = f"{name} must be a function that takes a block_id, found {brief(value)}"
         raise ConfigError(msg)
     return value
 
@@ -351,6 +351,6 @@ def _wait(given: object) -> float:
     """Return a wait as seconds. Raises ``ValueError`` for what is none."""
     wait = number(given, "wait", "seconds, 0 or more")
     if wait < 0:
-        msg = f"wait must be seconds, 0 or more, found {shown(given)}"
+        msg = f"wait must be seconds, 0 or more, found {brief(given)}"
         raise ValueError(msg)
     return wait

@@ -7,31 +7,23 @@ whoever opens something passes ``error=ConfigError``.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
+from kvstore.errors import brief
+
 ROLES = ("auto", "owner", "reader")
 """What a process may be to a store."""
-_SHOWN = 60
-"""Characters of a wrong value in a message."""
-
-
-def shown(value: object) -> str:
-    """Return a value as a message shows it, cut where it is long."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def flag(value: object, name: str, error: type[Exception] = ValueError) -> bool:
     """Return a truth value as a bool."""
     if not isinstance(value, bool | np.bool_):
-        msg = f"{name} must be True or False, found {shown(value)}"
+        msg = f"{name} must be True or False, found {brief(value)}"
         raise error(msg)
     return bool(value)
 
@@ -54,7 +46,7 @@ def integer(
         )
         if high is None and low == 1:
             within = "a positive integer"
-        msg = f"{name} must be {within}, found {shown(value)}"
+        msg = f"{name} must be {within}, found {brief(value)}"
         raise error(msg)
     return number
 
@@ -69,7 +61,7 @@ def number(
     except (OverflowError, TypeError, ValueError):  # an int of 400 digits, a complex NumPy number
         found = math.nan
     if math.isnan(found):
-        msg = f"{name} must be {what}, found {shown(value)}"
+        msg = f"{name} must be {what}, found {brief(value)}"
         raise error(msg)
     return found
 
@@ -78,7 +70,7 @@ def positive(value: object, name: str, what: str, error: type[Exception] = Value
     """Return a real number above zero as a float; infinity is one."""
     found = number(value, name, f"positive {what}", error)
     if found <= 0:
-        msg = f"{name} must be positive {what}, found {shown(value)}"
+        msg = f"{name} must be positive {what}, found {brief(value)}"
         raise error(msg)
     return found
 
@@ -90,31 +82,40 @@ def choice(
     if not isinstance(value, str) or value not in known:
         *most, last = map(repr, known)
         expected = f"{', '.join(most)} or {last}" if most else last
-        msg = f"{name} must be {expected}, found {shown(value)}"
+        msg = f"{name} must be {expected}, found {brief(value)}"
         raise error(msg)
     return value
 
 
-def several(value: object, name: str, what: str) -> list[Any]:
-    """Return the items of a sequence or an iterator; a text, bytes or a mapping is none of things.
+def several(
+    value: object,
+    name: str,
+    what: str,
+    error: type[Exception] = ValueError,
+    most: int | None = None,
+) -> list[Any]:
+    """Return the items of a sequence or an iterator; a text, bytes, a set or a mapping is none of things.
 
-    ``what`` names the items in the message.
+    ``what`` names the items in the message. No more than ``most`` items are taken, and not one more.
     """
     found: list[Any] | None = None
-    if not isinstance(value, str | bytes | bytearray | Mapping):
+    if not isinstance(value, str | bytes | bytearray | Mapping | Set):
         try:
-            found = list(value)  # type: ignore[call-overload]
+            found = list(islice(value, None if most is None else most + 1))  # type: ignore[call-overload]
         except Exception:  # somebody else's __iter__ may raise anything
             found = None
     if found is None:
-        msg = f"{name} must be a sequence of {what}, found {shown(value)}"
-        raise ValueError(msg)
+        msg = f"{name} must be a list of {what}, found {brief(value)}"
+        raise error(msg)
+    if most is not None and len(found) > most:
+        msg = f"{name} must have at most {most:,} items, found more"
+        raise error(msg)
     return found
 
 
 def text(value: object, name: str, error: type[Exception] = ValueError) -> str:
     """Return a text."""
     if not isinstance(value, str):
-        msg = f"{name} must be a text, found {shown(value)}"
+        msg = f"{name} must be a text, found {brief(value)}"
         raise error(msg)
     return value

@@ -16,6 +16,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+MOST_SHOWN = 200
+"""Characters of a value that an error repeats."""
+
+
+def brief(value: object) -> str:
+    """Return the start of a value's text, for an error; its type if it has no text.
+
+    A list may be too deep for one, an integer have too many digits.
+    """
+    if isinstance(value, str) and len(value) > MOST_SHOWN:
+        value = f"{value[:MOST_SHOWN]}..."
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN + len("'...'") else f"{text[:MOST_SHOWN]}..."
+
 
 class KVStoreError(Exception):
     """Base of every error that kvstore raises on purpose."""

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from kvstore.cache.opened import OpenStore
-from kvstore.checks import shown
-from kvstore.errors import ConfigError, KVStoreError, LayoutMismatch, StoreBusy, StoreError
+from kvstore.errors import ConfigError, KVStoreError, LayoutMismatch, StoreBusy, StoreError, brief
 from kvstore.hash import secret_fingerprint
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier import directory
@@ -259,7 +258,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser().resolve()
     except TypeError as error:
-        msg = f"path must name a directory, found {shown(path)}"
+        msg = f"path must name a directory, found {brief(path)}"
         raise ConfigError(msg) from error
     except (OSError, RuntimeError, ValueError) as error:
         msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
@@ -351,7 +350,7 @@ def _check_agreement(path: Path, options: Any, in_force: Any, given: Collection[
     for name in given:
         here, there = getattr(options, name), getattr(in_force, name)
         if name != "layout" and here != there:
-            parts.append(f"{name} {shown(there)}, found {shown(here)}")
+            parts.append(f"{name} {brief(there)}, found {brief(here)}")
             is_other |= name in _FOR
     if parts:
         found = f"{path} is open in this process with {'; '.join(parts)}"
@@ -379,7 +378,7 @@ def _layout_differences(found: Layout, expected: Layout) -> list[str]:
 def _group_text(group: LayerGroup | None) -> str:
     if group is None:
         return "missing"
-    values = asdict(group) | {"layers": shown(list(group.layers)), "lifetime": group.lifetime.name}
+    values = asdict(group) | {"layers": brief(list(group.layers)), "lifetime": group.lifetime.name}
     return " ".join(f"{name}={value}" for name, value in values.items() if name != "name")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
-from kvstore.checks import number, shown
-from kvstore.errors import ConfigError
+from kvstore.checks import number
+from kvstore.errors import ConfigError, brief
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate(["k", "M", "G", "T"], 1)}
+_SIZE = re.compile(r"\s*([0-9]{1,300}(?:\.[0-9]{1,300})?)\s*([A-Za-z]{0,3})\s*")
+"""A number that a float holds, and a unit."""
 
 
 def size_bytes(size: int | str, option: str) -> int:
@@ -17,16 +19,16 @@ def size_bytes(size: int | str, option: str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         value = float(max(-1, min(size, 2**63)))
     else:
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+        found = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if found is None or found[2] not in _UNITS:
-            msg = f"{option} must be bytes or a size such as '4GiB' or '500MB', found {size!r}"
+            msg = f"{option} must be bytes or a size such as '4GiB' or '500MB', found {brief(size)}"
             raise ConfigError(msg)
         value = float(found[1]) * _UNITS[found[2]]
     if value < 0:
-        msg = f"{option} must not be negative, found {size!r}"
+        msg = f"{option} must not be negative, found {brief(size)}"
         raise ConfigError(msg)
     if value >= 2**63:
-        msg = f"{option} must be less than 2**63 bytes, found {str(size)[:40]}"
+        msg = f"{option} must be less than 2**63 bytes, found {brief(size)}"
         raise ConfigError(msg)
     return int(value)
 
@@ -35,7 +37,7 @@ def share_of(value: object, option: str) -> float:
     """Return a share in (0, 1]. Raises ``ConfigError``."""
     share = number(value, option, "a share in (0, 1]", ConfigError)
     if not 0 < share <= 1:
-        msg = f"{option} must be a share in (0, 1], found {shown(value)}"
+        msg = f"{option} must be a share in (0, 1], found {brief(value)}"
         raise ConfigError(msg)
     return share
 

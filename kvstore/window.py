@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
-from kvstore.checks import shown
+from kvstore.errors import brief
 from kvstore.host import on_host
 from kvstore.layout import Layout
 from kvstore.replay import WindowSnapshot
@@ -220,7 +220,7 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
     given: object = snapshot
     rows: object = given.rows if isinstance(given, WindowSnapshot) else given
     if not isinstance(given, WindowSnapshot) or not isinstance(rows, Mapping):
-        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {shown(rows)}"
+        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {brief(rows)}"
         raise ValueError(msg)
     groups = {group.name: group for group in layout.window_groups}
     if set(snapshot.rows) != set(groups):

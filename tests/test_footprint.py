@@ -351,14 +351,20 @@ def test_a_config_file_costs_what_its_preset_costs(
         (b"[" * 200_000, "config.json: not a readable JSON file"),
         (b'{"num_hidden_layers": ' + b"9" * 9999 + b"}", "config.json: not a readable JSON file"),
         (b"7", "config.json: a JSON int, expected an object with a model_type"),
-        (b"{}", "num_attention_heads must be a positive integer, found None"),
-        (b'{"model_type": ["x"], "text_config": null}', "text_config must be an object"),
-        (b'{"model_type": ["x"], "num_attention_heads": NaN}', "found nan"),
-        (b'{"model_type": "mamba2", "ssm_state_size": 128}', "'mamba2' uses state-space layers"),
-        (b'{"model_type": "t5", "is_encoder_decoder": true}', "'t5' uses cross attention"),
+        (b"{}", "the config must name its model_type, found None"),
+        (b'{"model_type": ["x"], "text_config": null}', "must name its model_type, found ['x']"),
+        (b'{"model_type": "llama", "num_attention_heads": NaN}', "found nan"),
         (
-            b'{"num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 123456789012}',
-            "config.json: config field num_hidden_layers must be at most 4,096, found 123456789012",
+            b'{"model_type": "mamba2", "ssm_state_size": 128}',
+            "'mamba2' keeps a recurrent or convolution state",
+        ),
+        (
+            b'{"model_type": "t5", "is_encoder_decoder": true}',
+            "'t5' caches keys and values of another",
+        ),
+        (
+            b'{"model_type": "llama", "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 1234567890}',
+            "config.json: config field num_hidden_layers must be at most 4,096, found 1234567890",
         ),
     ],
 )
@@ -369,9 +375,45 @@ def test_what_is_no_config_is_one_line_and_status_2(
     assert message in refused(capsys, tmp_path / "config.json")
 
 
-def test_one_bad_model_stops_the_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "config.json" in refused(capsys, "smollm2-135m", tmp_path)
-    assert "did you mean deepseek-v4-flash" in refused(capsys, "smollm2-135m", "deepseek-v4-flsh")
+def test_one_bad_model_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = [str(tmp_path), "smollm2-135m", "deepseek-v4-flsh", "qwen3-32b"]
+    for options in ([], ["--measure", "--block-tokens", "16"]):
+        assert cli.main(["footprint", *names, *options, "--json"]) == 2
+        given = capsys.readouterr()
+        found = json.loads(given.out)
+        assert [m["bytes_per_token"] for m in found["models"]] == [23_040, 262_144]
+        assert [m["model"] for m in found["refused"]] == [str(tmp_path), "deepseek-v4-flsh"]
+        assert [line[:9] for line in given.err.splitlines()] == ["kvstore: "] * 2
+        assert "a folder without a config.json" in given.err
+        assert "did you mean deepseek-v4-flash" in given.err
+    assert cli.main(["footprint", *names]) == 2
+    assert "smollm2-135m" in capsys.readouterr().out
+
+
+def test_a_block_size_that_one_model_cannot_have_does_not_hide_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["deepseek-v4.1-flash", "smollm2-135m"]
+    assert cli.main(["footprint", *names, "--block-tokens", "3", "--json"]) == 2
+    given = capsys.readouterr()
+    assert [m["model"] for m in json.loads(given.out)["models"]] == ["smollm2-135m"]
+    assert "must be a multiple of 2, found 3" in given.err
+
+
+def test_a_dtype_is_for_every_entry_and_fixed_formats_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = ["gpt-oss-20b", "deepseek-v3", "deepseek-v4.1-flash"]
+    assert cli.main(["footprint", *names, "--dtype", "u8", "--json"]) == 2
+    given = capsys.readouterr()
+    found = json.loads(given.out)["models"]
+    assert [m["bytes_per_token"] for m in found] == [24_576 // 2, 70_272 // 2]
+    assert found[0]["window_bytes"] == 128 * 24_576 // 2
+    assert "deepseek-v4.1-flash: deepseek_v41_text has fixed entry formats" in given.err
+    assert cli.main(["footprint", "llama-3.1-8b", "--dtype", "int3"]) == 2
+    assert "unknown dtype 'int3', expected one of u8" in capsys.readouterr().err
 
 
 # ---- blocks on a disk ----------------------------------------------------------------------------
@@ -435,9 +477,7 @@ def test_so_many_blocks_are_written_as_fit() -> None:
 def test_a_block_too_large_is_refused_before_any_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    message = refused(
-        capsys, "smollm2-135m", "llama-3.1-70b", "--block-tokens", "2048", "--measure"
-    )
+    message = refused(capsys, "llama-3.1-70b", "--block-tokens", "2048", "--measure")
     assert "a block of 2,048 tokens of llama-3.1-70b is 640 MiB" in message
 
 

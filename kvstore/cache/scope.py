@@ -23,8 +23,8 @@ from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
-from kvstore.checks import flag, integer, number, positive, several, shown, text
-from kvstore.errors import ConfigError, StoreError
+from kvstore.checks import flag, integer, number, positive, several, text
+from kvstore.errors import ConfigError, StoreError, brief
 from kvstore.hash import as_tokens, identify, namespace_digest
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
@@ -109,7 +109,7 @@ class Scope:
         self._shared.guard()
         given: object = namespace
         if not isinstance(given, Namespace):
-            msg = f"namespace must be a kvstore.Namespace, found {shown(given)}"
+            msg = f"namespace must be a kvstore.Namespace, found {brief(given)}"
             raise ConfigError(msg)
         scope = Scope(self._shared, namespace, quota_bytes(ssd_quota))
         scope._holding = self._holding
@@ -142,7 +142,7 @@ class Scope:
         """
         given: object = match
         if not isinstance(given, Match):
-            msg = f"match must come from lookup, found {shown(given)}"
+            msg = f"match must come from lookup, found {brief(given)}"
             raise ValueError(msg)
         if not match.is_of(self._shared):
             msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
@@ -375,7 +375,7 @@ class Scope:
     def _paged(self, pages: Pages, start: int, stop: int) -> PagedEntries:
         given: object = pages
         if not isinstance(given, Pages):
-            msg = f"pages must be kvstore.Pages, found {shown(given)}"
+            msg = f"pages must be kvstore.Pages, found {brief(given)}"
             raise ValueError(msg)
         from kvstore.tier.paged import PagedEntries  # imports torch: only who has pages pays for it
 
@@ -519,11 +519,11 @@ class Scope:
 
     def _pair(self, pair: object) -> tuple[Match, ReplayHook | None]:
         if not isinstance(pair, Sequence) or len(pair) != 2:
-            msg = f"pairs must be (match, hook) pairs, found {shown(pair)}"
+            msg = f"pairs must be (match, hook) pairs, found {brief(pair)}"
             raise ValueError(msg)
         match, hook = pair
         if hook is not None and not callable(hook):
-            msg = f"a replay hook must be a function of requests, found {shown(hook)}"
+            msg = f"a replay hook must be a function of requests, found {brief(hook)}"
             raise ValueError(msg)
         return self._own(match), hook
 
@@ -548,7 +548,7 @@ class Scope:
             positive(given, "a measurement", "tokens and seconds") for given in (tokens, seconds)
         ]
         if math.inf in measured:
-            msg = f"a measurement must be positive tokens and seconds, both finite, found {shown(tokens)} and {shown(seconds)}"
+            msg = f"a measurement must be positive tokens and seconds, both finite, found {brief(tokens)} and {brief(seconds)}"
             raise ValueError(msg)
         self._shared.observe_prefill(*measured)
 
@@ -570,7 +570,7 @@ class Scope:
         self._shared.guard()
         target: object = scope if scope is not None else self
         if not isinstance(target, Scope):
-            msg = f"scope must be a scope of this store, found {shown(target)}"
+            msg = f"scope must be a scope of this store, found {brief(target)}"
             raise ValueError(msg)
         if target._shared is not self._shared:  # noqa: SLF001 - a sibling of this class
             msg = "the scope to clear belongs to another store"
@@ -703,7 +703,7 @@ def _event(after: Event | None) -> Event | None:
         or (not isinstance(given, type) and callable(getattr(given, "synchronize", None)))
     ):
         msg = (
-            f"after must be a threading.Event or an event with synchronize(), found {shown(given)}"
+            f"after must be a threading.Event or an event with synchronize(), found {brief(given)}"
         )
         raise ValueError(msg)
     return after
@@ -713,7 +713,7 @@ def _check_pages(pages: PinnedPages, shared: SharedTiers) -> None:
     """Raise ``ValueError`` for pages that are not of this store's device tier."""
     given: object = pages
     if not isinstance(given, PinnedPages):
-        msg = f"pages must come from load or device.allocate, found {shown(given)}"
+        msg = f"pages must come from load or device.allocate, found {brief(given)}"
         raise ValueError(msg)
     if not pages.is_of(shared):
         msg = f"the pages are of another store than {shared.ssd.path}; load the match from this one"

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.checks import shown
 from kvstore.codec import native
 from kvstore.codec.arrays import (
     FLOATS,
@@ -34,6 +33,7 @@ from kvstore.codec.arrays import (
     same_kind,
 )
 from kvstore.codec.protocol import Codec
+from kvstore.errors import brief
 from kvstore.layout import FORMATS, SCALE_RULES, LayerGroup
 
 if TYPE_CHECKING:
@@ -156,12 +156,12 @@ def check_format(
     """
     if not isinstance(entry_format, str) or entry_format not in formats:
         known = ", ".join(formats)
-        raise ValueError(f"unknown {family} format {shown(entry_format)}, expected one of {known}")
+        raise ValueError(f"unknown {family} format {brief(entry_format)}, expected one of {known}")
     rules = SCALE_RULES[entry_format]
     rule = rules[0] if scale_rule is None else scale_rule
     if not isinstance(rule, str) or rule not in rules:
         known = ", ".join(rules)
-        raise ValueError(f"{entry_format} has no scale rule {shown(rule)}, expected one of {known}")
+        raise ValueError(f"{entry_format} has no scale rule {brief(rule)}, expected one of {known}")
     return rule
 
 
@@ -202,11 +202,11 @@ def pack(
     """
     given: object = out
     if given is not None and not (isinstance(given, Sequence) and len(given) == 2):
-        found = f"{len(given)} items" if isinstance(given, Sequence) else shown(given)
+        found = f"{len(given)} items" if isinstance(given, Sequence) else brief(given)
         raise ValueError(f"out must be the pair ({', '.join(kernel.names)}), found {found}")
     measured: object = stats
     if not isinstance(measured, PackStats | None):
-        raise ValueError(f"stats must be a PackStats or None, found {shown(measured)}")
+        raise ValueError(f"stats must be a PackStats or None, found {brief(measured)}")
     check_plain(values, "values")
     names = [f"out {name}" for name in kernel.names]
     planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))

@@ -8,7 +8,15 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from kvstore.command.parameters import Flag, Json
-from kvstore.command.terminal import OK, progress_bar, write_json, write_line, write_table
+from kvstore.command.terminal import (
+    OK,
+    USAGE,
+    complain,
+    progress_bar,
+    write_json,
+    write_line,
+    write_table,
+)
 from kvstore.footprint.cost import BLOCK_TOKENS, PREFILL_TOKENS_PER_SECOND, TURN_TOKENS
 
 Names = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
@@ -22,6 +30,7 @@ def footprint(
     block_tokens: int = BLOCK_TOKENS,
     turn_tokens: int = TURN_TOKENS,
     prefill_tps: float = PREFILL_TOKENS_PER_SECOND,
+    dtype: str | None = None,
     measure: Flag = False,
     plot: Path | None = None,
     as_json: Json = False,
@@ -41,6 +50,10 @@ def footprint(
     prefill_tps
         Tokens that the engine computes in a second, for the break-even bandwidth. The default is a
         public figure of DeepSeek-V4.1-Flash on 8 H100.
+    dtype
+        Number format of every entry, as an engine's option for its KV cache chooses it: bf16, f16, f32,
+        u8 (FP8 or INT8 with scales of the checkpoint), or one with scales in each entry: fp8, mxfp8,
+        nvfp4, mxfp4. Default: what the config says.
     measure
         Write real blocks into a temporary store, and tell what they take on disk.
     plot
@@ -48,6 +61,7 @@ def footprint(
     as_json
         Print one object instead of tables.
     """
+    from kvstore.errors import ConfigError
     from kvstore.files import PUBLIC, written
     from kvstore.footprint import report
     from kvstore.footprint.cost import Question, blocks_to_measure, compare
@@ -60,13 +74,26 @@ def footprint(
         prefill_tokens_per_second=prefill_tps,
         context_tokens=tokens,
     )
-    chosen = [(name, layout(name)) for name in models or PRESETS]
-    found = compare(chosen, question)
+    chosen, refused = [], []
+    for name in models or PRESETS:
+        try:
+            found_layout = layout(name)
+            if dtype is not None:
+                found_layout = layout(name, dtype={g.name: dtype for g in found_layout.groups})
+            question.check(name, found_layout)
+            blocks = blocks_to_measure(found_layout, block_tokens) if measure else 0
+        except ConfigError as error:
+            refused.append({"model": name, "error": str(error)})
+            complain(str(error))
+        else:
+            chosen.append((name, found_layout, blocks))
+    if not chosen:
+        return USAGE
+    found = compare([(name, each) for name, each, _ in chosen], question) | {"refused": refused}
     if measure:
         from kvstore.footprint.measure import measure as run
 
-        counts = [blocks_to_measure(each, block_tokens) for _, each in chosen]
-        for (name, each), blocks, row in zip(chosen, counts, found["models"], strict=True):
+        for (name, each, blocks), row in zip(chosen, found["models"], strict=True):
             with progress_bar(f"measuring {report.shown(name)}") as advance:
                 row.update(run(each, block_tokens, blocks, advance).as_dict())
     if plot is not None:
@@ -74,9 +101,9 @@ def footprint(
             file.write(report.chart(found).encode())
     if as_json:
         write_json(found)
-        return OK
+        return USAGE if refused else OK
     for table in report.tables(found, with_groups=bool(models)):
         write_table(table.header, table.rows)
         for note in table.notes:
             write_line(note)
-    return OK
+    return USAGE if refused else OK

@@ -411,6 +411,8 @@ class TransformersAdapter:
     @property
     def _kv_heads(self) -> int:
         config = self._model.config.get_text_config()
+        if getattr(config, "multi_query", False):  # Falcon and GPT-BigCode, whatever else they say
+            return 1
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return int(heads)
 

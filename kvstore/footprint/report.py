@@ -53,7 +53,7 @@ def shown(label: str) -> str:
     path = PurePath(label)
     if path.name == "config.json" and path.parent.name:
         label = path.parent.name
-    elif path.suffix == ".json":
+    elif path.suffix == ".json" or len(path.parts) > 1:
         label = path.name
     return label if len(label) <= _LABEL_SHOWN else f"{label[: _LABEL_SHOWN - 3]}..."
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.checks import shown
 from kvstore.codec import codec_for
 from kvstore.codec.arrays import check_plain
-from kvstore.errors import CapacityError, ConfigError
+from kvstore.errors import CapacityError, ConfigError, brief
 from kvstore.frame import Frames, Wave
 from kvstore.layout import LayerGroup
 
@@ -132,7 +131,7 @@ class DeviceTier:
         try:
             indices = torch.as_tensor(given, device=self.device)
         except Exception as error:  # torch has a kind of error for each kind of value
-            msg = f"entry_indices must be integers [queries, k], found {shown(given)}: {error}"
+            msg = f"entry_indices must be integers [queries, k], found {brief(given)}: {error}"
             raise ValueError(msg) from error
         if indices.ndim != 2:
             msg = f"entry_indices must be [queries, k], found shape {list(indices.shape)}"

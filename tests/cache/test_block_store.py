@@ -193,7 +193,7 @@ def test_a_source_may_change_as_soon_as_put_returned(tmp_path: Path) -> None:
         (lambda s: s.put(["a"], [[1, 2]]), "expected a NumPy array.*found list"),
         (lambda s: s.put(["a"], [np.array([None])]), "expected a NumPy array"),
         (lambda s: s.put([7], [block_of("a")]), "bytes or str, found int"),
-        (lambda s: s.put("a", [block_of("a")]), "a sequence of keys, found 'a'"),
+        (lambda s: s.put("a", [block_of("a")]), "a list of keys, found 'a'"),
         (lambda s: s.put(["x" * 257], [block_of("a")]), "257 bytes, expected at most 256"),
         (lambda s: s.put(["a"], [block_of("a")], wait=-1), "wait must be seconds"),
         (lambda s: s.put(["a"], [block_of("a")], wait=float("nan")), "wait must be seconds"),

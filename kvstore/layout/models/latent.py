@@ -1,0 +1,88 @@
+"""Latent attention (MLA): DeepSeek V2 to V3.2 and the models that took it from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvstore.errors import ConfigError, brief
+from kvstore.layout.models.fields import (
+    Config,
+    entry_format,
+    integer,
+    label_of,
+    layer_count,
+    named_formats,
+    type_of,
+)
+from kvstore.layout.models.plain import refuse_other_caches, refuse_other_layers
+from kvstore.layout.values import LayerGroup, Layout
+
+_LATENT_SCALE_BLOCK = 128
+"""Values of a latent or of an indexer key that share one float32 scale in an FP8 cache of V3.2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Where the configs of a model type say what its latent attention caches."""
+
+    layers: str = "num_hidden_layers"
+    per_layer: int = 1
+    """Attentions of one layer, each with a latent of its own."""
+
+
+def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
+    """Return the layout of latent attention: one latent with its rotated key, a token and layer.
+
+    Draft layers, which few engines run, are not counted.
+    """
+    count = _layers(spec, config, "kv_lora_rank")
+    formats = named_formats(own if dtype is None else dtype, ("latent",))
+    group = LayerGroup(
+        name="latent",
+        layers=tuple(range(count * spec.per_layer)),
+        values=integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim"),
+        entry_format=entry_format(formats["latent"]),
+    )
+    return Layout(model=label_of(config), groups=(group,))
+
+
+def _layers(spec: Latent, config: Config, *claims: str) -> int:
+    refuse_other_caches(config, "latent attention (MLA) in every layer", claims)
+    count = layer_count(config, spec.layers)
+    refuse_other_layers(config, count, "latent attention (MLA)")
+    return count
+
+
+def latent_sparse(config: Config) -> Layout:
+    """Return the layout of latent attention with an indexer (DeepSeek-V3.2), as engines serve it: in FP8.
+
+    A latent is E4M3 codes with a float32 scale for 128 of them, and its rotated key in BF16: 656
+    bytes. An indexer key is E4M3 codes with such scales: 132. Source: the ``fp8_ds_mla`` cache of
+    vLLM and FlashMLA. Both are kept as bytes: no codec here reads them.
+    """
+    layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
+    indexers = config.get("indexer_types") or ["full"]
+    if not isinstance(indexers, list | tuple) or any(kind != "full" for kind in indexers):
+        msg = (
+            f"model type {type_of(config)} has indexer_types {brief(indexers)}, expected an indexer of its "
+            "own in every layer"
+        )
+        raise ConfigError(msg)
+    rank, index_dim = integer(config, "kv_lora_rank"), integer(config, "index_head_dim")
+    if rank % _LATENT_SCALE_BLOCK or index_dim % _LATENT_SCALE_BLOCK:
+        msg = (
+            f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found "
+            f"{rank} and {index_dim}"
+        )
+        raise ConfigError(msg)
+    scaled = Fraction(_LATENT_SCALE_BLOCK + 4, _LATENT_SCALE_BLOCK)
+    size = int(rank * scaled) + 2 * integer(config, "qk_rope_head_dim")
+    return Layout(
+        model=label_of(config),
+        groups=tuple(
+            LayerGroup(name=name, layers=layers, values=values, entry_format="u8")
+            for name, values in (("latent", size), ("index", int(index_dim * scaled)))
+        ),
+    )
