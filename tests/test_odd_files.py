@@ -12,6 +12,7 @@ import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +233,7 @@ def test_an_import_of_any_manifest_leaves_a_store_that_can_be_looked_at(tmp_path
     for number, manifest in enumerate(chosen):
         target = tmp_path / f"t{number}"
         archive_with(tmp_path / "a.tar", manifest, tmp_path / "b.tar")
-        error = outcome(
-            lambda target=target: import_store(tmp_path / "b.tar", target, "8MiB", quiet)
-        )
+        error = outcome(partial(import_store, tmp_path / "b.tar", target, "8MiB", quiet))
         assert error is None or isinstance(error, KVStoreError), (manifest[:300], repr(error))
         if target.exists() and (target / "VERSION").exists():
             admin.store_stats(target)
