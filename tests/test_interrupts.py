@@ -36,7 +36,8 @@ def press(go: threading.Event) -> threading.Thread:
 
 
 def test_work_that_has_begun_ends_and_is_undone_before_ctrl_c_is_raised() -> None:
-    begun, undone = threading.Event(), []
+    begun = threading.Event()
+    undone: list[str] = []
 
     def work() -> str:
         begun.set()
@@ -60,7 +61,13 @@ def test_a_second_ctrl_c_leaves_and_the_work_goes_on() -> None:
 
     first = press(begun)
     second = press(again)
-    threading.Thread(target=lambda: (first.join(), time.sleep(0.1), again.set())).start()
+
+    def repeat() -> None:
+        first.join()
+        time.sleep(0.1)  # the first one is taken by then, or both are one and the second is lost
+        again.set()
+
+    threading.Thread(target=repeat).start()
     with pytest.raises(KeyboardInterrupt):
         unharmed(work)
     second.join()
