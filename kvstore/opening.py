@@ -89,10 +89,14 @@ def _group(found: Mapping[str, Any]) -> LayerGroup:
     layers = _value(found, "layers", list)
     if any(type(layer) is not int for layer in layers):
         raise TypeError(f"layers are {layers!r:.40}, expected integers")
-    names = ("name", "entry_format", "scale_rule")
-    fields: dict[str, Any] = {name: _value(found, name, str) for name in names}
-    fields |= {name: _value(found, name, int) for name in ("values", "tokens_per_entry")}
-    return LayerGroup(layers=tuple(layers), **fields)
+    return LayerGroup(
+        name=_value(found, "name", str),
+        layers=tuple(layers),
+        values=_value(found, "values", int),
+        entry_format=_value(found, "entry_format", str),
+        tokens_per_entry=_value(found, "tokens_per_entry", int),
+        scale_rule=_value(found, "scale_rule", str),
+    )
 
 
 def parse_format(text: str) -> StoreFormat:

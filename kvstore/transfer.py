@@ -9,6 +9,7 @@ is the business of the callback that the cache hands over.
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import functools
 import logging
@@ -52,9 +53,19 @@ class QueuedBlock(Generic[T]):
     """What the blocks of one request have in common."""
 
 
+def _taken() -> threading.Lock:
+    """Return a lock that is let go of when something has happened: waited for in one instruction.
+
+    An event is entered through a condition, and whoever is cut off in it holds up who sets it.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(slots=True)
 class _Barrier:
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Lock = field(default_factory=_taken)
 
 
 class Writer(Generic[T]):
@@ -132,7 +143,7 @@ class Writer(Generic[T]):
                 return
             self._items.append(barrier)
             self._changed.notify_all()
-        if not barrier.done.wait(BARRIER_SECONDS):
+        if not barrier.done.acquire(timeout=BARRIER_SECONDS):
             msg = f"the writer did not finish within {BARRIER_SECONDS:.0f} s; is the disk stalled?"
             raise StoreError(msg)
 
@@ -173,7 +184,7 @@ class Writer(Generic[T]):
     def _run(self) -> None:
         while (work := self._next_batch()) is not None:
             if isinstance(work, _Barrier):
-                work.done.set()
+                work.done.release()
                 continue
             try:
                 self._commit(work)
@@ -330,13 +341,13 @@ class TaskThread:
         Raises:
             StoreError: if that takes longer than the deadline.
         """
-        mark = threading.Event()
+        mark = _taken()
         with self._lock:
             if self._is_closing:
                 return
-            self._tasks.append(mark.set)
+            self._tasks.append(mark.release)
             self._changed.notify_all()
-        if not mark.wait(BARRIER_SECONDS):
+        if not mark.acquire(timeout=BARRIER_SECONDS):
             msg = f"jobs did not finish within {BARRIER_SECONDS:.0f} s; is the disk or the device stalled?"
             raise StoreError(msg)
 
@@ -460,7 +471,7 @@ class Crew:
             while self._started < wanted:
                 self._started += 1
                 name = f"{self._name}-{self._started}"
-                threading.Thread(target=self._serve, name=name, daemon=True).start()
+                unharmed(threading.Thread(target=self._serve, name=name, daemon=True).start)
             self._waiting.extend([errand] * wanted)
             self._changed.notify(wanted)
 
@@ -495,11 +506,27 @@ class _Call(Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._claim = threading.Lock()
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._running = _taken()
         self.results: list[T] = []
         """What it returned, if it did."""
         self.error: BaseException | None = None
+
+    def begin(self) -> None:
+        """Let a thread make the call.
+
+        Not by ``Thread.start``, in which whoever is cut off may hold up the thread for ever: that is
+        called where no signal comes. It gives the thread its name, in logs too.
+        """
+        try:
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError:  # at the end of the interpreter, or for want of threads
+            self.run()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self.run, name="kvstore-call", daemon=True).start()
+        except RuntimeError:
+            self.run()
 
     def run(self) -> None:
         """Make the call, unless it is called off."""
@@ -533,10 +560,7 @@ def unharmed(work: Callable[[], T], undo: Callable[[T], object] | None = None) -
         return work()
     call = _Call(functools.partial(contextvars.copy_context().run, work))
     try:
-        try:
-            threading.Thread(target=call.run, name="kvstore-call", daemon=True).start()
-        except RuntimeError:  # at the end of the interpreter, or for want of threads
-            call.run()
+        call.begin()
         call.wait()
     except BaseException:
         call.settle()

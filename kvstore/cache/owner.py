@@ -514,9 +514,11 @@ class OwnedSsd:
             due, self._undeleted = [*self._undeleted, *keys], []
         try:
             self.ssd.delete(due)
-        except MEDIUM_ERRORS as error:
+        except BaseException as error:  # Ctrl-C in the caller's thread too
             with self._context.lock:
                 self._undeleted = due + self._undeleted
+            if not isinstance(error, MEDIUM_ERRORS):
+                raise
             self._note_write_error(error)
         self._sweep()
 

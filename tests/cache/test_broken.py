@@ -955,8 +955,8 @@ def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
     """LMDB reports a write that a full disk cuts short as an input/output error."""
     with open_cache(tmp_path / "s") as cache:
         kept(cache, 90 * BLOCK)
-        short = lmdb.Error("mdb_txn_commit: Input/output error")
-        vars(short)["code"] = errno.EIO
+        short: Any = lmdb.Error("mdb_txn_commit: Input/output error")
+        short.code = errno.EIO
         errors = [short] * failures
         put, delete = cache._shared.ssd.put, cache._shared.ssd._delete
 

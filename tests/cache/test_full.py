@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lmdb
 import pytest
@@ -31,9 +31,9 @@ def keep(cache: PrefixCache, seed: int) -> int:
 
 
 def of_lmdb(code: int) -> lmdb.Error:
-    error = lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}")
-    vars(error)["code"] = code
-    return error
+    error: Any = lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}")
+    error.code = code  # as the module does
+    return cast("lmdb.Error", error)
 
 
 NO_ROOM = [
