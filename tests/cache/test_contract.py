@@ -446,7 +446,7 @@ def test_a_prompt_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_drops_and_counts_instead_of_blocking(tmp_path: Path) -> None:
-    tokens = tokens_of(2000 * BLOCK)
+    tokens = tokens_of(700 * BLOCK)
     with open_cache(tmp_path / "s", request_share=1) as cache:
         gate = threading.Event()
         put = cache._shared.ssd.put
@@ -458,13 +458,13 @@ def test_a_full_queue_drops_and_counts_instead_of_blocking(tmp_path: Path) -> No
         cache._shared.ssd.put = slow_put  # type: ignore[method-assign,assignment]
         stored = cache.store(tokens, entries_of(DENSE, tokens), wait=0)
         assert stored.dropped > 0
-        assert stored.end // BLOCK + stored.dropped == 2000
+        assert stored.end // BLOCK + stored.dropped == 700
         gate.set()
         cache.flush()
         assert cache.stats()["counters"]["dropped_blocks"]["queue_full"] == stored.dropped
         assert cache.lookup(tokens).hit_tokens == stored.end
         again = cache.store(tokens, entries_of(DENSE, tokens), wait=30)
-        assert again == kvstore.Stored(2000 * BLOCK, stored.end // BLOCK, 0)
+        assert again == kvstore.Stored(700 * BLOCK, stored.end // BLOCK, 0)
 
 
 def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path) -> None:

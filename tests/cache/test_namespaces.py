@@ -138,7 +138,7 @@ def test_generations_of_one_namespace_go_with_their_blocks(
 
 
 def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
-    with open_cache(tmp_path / "s", ssd_bytes="1MiB") as cache:
+    with open_cache(tmp_path / "s", ssd_bytes="1MiB", request_share=1) as cache:
         pinned = put(cache, 0, 300, pin=True)
         cache.flush()
         for number in range(300):
