@@ -168,6 +168,7 @@ def open_cache(
         namespace=NAMESPACE,
         block_tokens=BLOCK_TOKENS,
         ssd_bytes=capacity,
+        request_share=1.0,  # the tier is measured, full of one prompt too
         read_threads=read_threads,
     )
 
