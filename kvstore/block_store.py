@@ -109,6 +109,15 @@ class BlockStore:
         """Say whether this process writes; a reader's ``put`` is a counted no-op."""
         return self._shared.is_owner
 
+    @property
+    def request_blocks(self) -> int:
+        """Most blocks of one chain of parents that are stored, by ``request_share``; 0 in a reader.
+
+        For callers that know how much of a request lies before a block whose parent is gone.
+        """
+        owned = self._guarded().owned
+        return 0 if owned is None else owned.request_blocks
+
     # ---- blocks --------------------------------------------------------------------------------
 
     def put(

@@ -135,7 +135,7 @@ class OwnedSsd:
         self._context = context
         self._format = frame_format
         self._give_up_leases = give_up_leases
-        self._request_blocks = plan.request_blocks(ssd.high_bytes // ssd.block_bytes, request_share)
+        self.request_blocks = plan.request_blocks(ssd.high_bytes // ssd.block_bytes, request_share)
         self._pending: dict[BlockKey, BlockKey] = {}
         """Keys in the queue with their parents': they count as stored for parents and duplicates."""
         self._uses: dict[BlockKey, int] = {}
@@ -238,7 +238,7 @@ class OwnedSsd:
         expires = NEVER if ttl is None else self._context.wall_clock() + ttl
         with self._context.lock:
             known = self.known_blocks(prefix)
-            decided = plan.stores(first, stop, known, self._request_blocks)
+            decided = plan.stores(first, stop, known, self.request_blocks)
             self._context.metrics.present_blocks += decided.present
             amends = self._renew(prefix, min(known, stop), expires, is_pinned=is_pinned)
             self._wish(prefix, min(known, stop), expires, is_pinned=is_pinned)

@@ -465,15 +465,21 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         store = self._store(pool)
         if store is None:
             return [False] * len(pages)
+        room = max(0, store.request_blocks - len(prefix or ()))  # its parents may be gone by now
         keys = [pool.key(page) for page in pages]
+        wanted = keys[:room]
         above = pool.key(prefix[-1]) if prefix else None
-        for first in range(0, len(keys), _CHUNK_PAGES):
-            some = keys[first : first + _CHUNK_PAGES]
+        for first in range(0, len(wanted), _CHUNK_PAGES):
+            some = wanted[first : first + _CHUNK_PAGES]
             data = [values(first + i) if pool.page_bytes else b"\0" for i in range(len(some))]
             parents = [above, *some[:-1]]
-            if not store.put(some, data, parents, wait=_PUT_WAIT_SECONDS)[0]:
-                # What it hangs on is gone, or was never backed up. It is found by its own key.
-                store.put(some, data, [None, *some[:-1]], wait=0)
+            taken = store.put(some, data, parents, wait=_PUT_WAIT_SECONDS)
+            is_orphan = first == 0 and above is not None and not store.exists([above])
+            if is_orphan and not taken[0]:
+                # Its parent is gone, or was never backed up. It is found by its own key.
+                taken = store.put(some, data, [None, *some[:-1]], wait=0)
+            if not all(taken):
+                break
             above = some[-1]
         store.flush()
         return [store.exists([key]) == 1 for key in keys]

@@ -416,7 +416,7 @@ class SsdTier:
     ) -> ReadResult:
         stop = min(first + READ_BATCH, len(keys))
         buffer, read = self._frame_buffer(), 0
-        with self._begin(buffers=True) as txn:
+        with self._using(), self._begin(buffers=True) as txn:
             found = [txn.get(key, db=self._meta) for key in keys[first:stop]]
             places = [self._place(data) for data in found]
             i = first
@@ -742,7 +742,8 @@ class SsdTier:
             )
             raise StoreError(msg)
         folder = directory.new_copy_folder(self.path)
-        state = self._inside.info()["last_txnid"]
+        with self._using():
+            state = self._inside.info()["last_txnid"]
         self._write_copy(folder)
         self._exchange(folder, state)
         self.set_fact("clean", b"0")
@@ -869,6 +870,7 @@ class SsdTier:
     @property
     def _inside(self) -> lmdb.Environment:
         """The environment, for who holds his gate."""
+        assert self._using()._is_owned(), "the environment is used outside a gate"  # noqa: SLF001
         if self._is_closed:
             msg = f"the store at {self.path} is closed"
             raise StoreError(msg)

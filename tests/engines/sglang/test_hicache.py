@@ -582,6 +582,23 @@ def test_parents_by_prefix_keys_and_without_them(tmp_path: Path) -> None:
         assert pool.store.delete([pool.key(keys[4])]) == 2
 
 
+def test_one_request_takes_no_more_than_its_share(tmp_path: Path) -> None:
+    host = host_pool(device_pool())
+    fill(host)
+    with backend(tmp_path, host, {"ssd_bytes": "1MiB"}) as b:
+        slots, keys = host.alloc(120 * PAGE), [f"k{i}" for i in range(120)]
+        done: list[bool] = []
+        for first in range(0, 120, 20):
+            info = HiCacheStorageExtraInfo(prefix_keys=keys[:first])
+            some = slots[first * PAGE : (first + 20) * PAGE]
+            done += b.batch_set_v1(keys[first : first + 20], some, info)
+        kept = sum(done)
+        assert 20 < kept < 100
+        assert done == [True] * kept + [False] * (120 - kept)
+        assert b.batch_exists(keys) == kept
+        assert b._pools[KV].store.stats()["tiers"]["ssd"]["blocks"] == kept
+
+
 @pytest.mark.parametrize(
     "shard",
     [
