@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class PrefixCache(Scope):
     """The scope that opened a store: what an engine holds.
 
-    A context manager; leaving it flushes and closes. Opening the same directory again in one
+    A context manager; leaving it flushes and closes. One that is dropped without ``close`` is closed
+    in the background, with the last of its scopes. Opening the same directory again in one
     process shares the first opening, counted; options that differ from the first one's are refused.
     """
 

@@ -31,7 +31,8 @@ class BlockStore:
     for its UTF-8 bytes. It is stored whole and compared on every read, so two keys never share a
     block. What a key must cover (model, formats, tenant, ...) is its caller's business.
 
-    A context manager; leaving it flushes and closes. Opening the same directory again in one
+    A context manager; leaving it flushes and closes. One that is dropped without ``close`` is closed
+    in the background. Opening the same directory again in one
     process shares the first opening, counted; options that differ from the first one's are refused.
     Forked children must reopen. Buffers belong to the caller: nothing keeps one after its call returned.
 

@@ -6,6 +6,7 @@ what it inherited; a normal exit keeps what was accepted.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import json
 import logging
@@ -343,7 +344,28 @@ def _share(
 def _hold(opened: _Opened, shared: T) -> Holding[T]:
     holding = Holding(shared)
     opened.holders.add(holding)
+    weakref.finalize(holding, _left_alone, shared).atexit = False  # which ``_close_all`` sees to
     return holding
+
+
+def _left_alone(shared: OpenStore) -> None:
+    """Let a thread close a store whose last share was dropped and not given back, as by an interrupt.
+
+    Runs wherever a reference goes, perhaps under any lock: it takes none and waits for nothing.
+    """
+    held = [list(o.holders) for o in list(_opened.values()) if o.shared is shared]  # who is alive
+    if shared.is_closed or any(held):
+        return
+    with suppress(RuntimeError):  # at the end of the interpreter
+        _thread.start_new_thread(_close_unheld, (shared,))
+
+
+def _close_unheld(shared: OpenStore) -> None:
+    with _opening, suppress(KVStoreError):
+        for key, opened in list(_opened.items()):
+            if opened.shared is shared and not list(opened.holders):
+                del _opened[key]
+                shared.close()
 
 
 def _check_agreement(path: Path, options: Any, in_force: Any, given: Collection[str]) -> None:

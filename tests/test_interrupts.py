@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import opening
+from kvstore.tier.directory import owner_pid
 from kvstore.tier.ssd import SsdTier
 from kvstore.transfer import unharmed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
@@ -150,3 +151,21 @@ def test_a_lock_is_free_again_wherever_a_writer_is_interrupted(tmp_path: Path) -
         cache.flush()
         assert cache.lookup(TOKENS).hit_tokens == 4 * BLOCK
         assert not cache.stats()["tiers"]["ssd"]["is_read_only"]
+
+
+def test_a_store_whose_last_share_is_dropped_is_closed(tmp_path: Path) -> None:
+    """As where Ctrl-C comes on the way into ``__exit__``, or garbage keeps the cache for a while."""
+    knot: list[Any] = [open_cache(tmp_path / "s")]
+    knot.append(knot)
+    knot[0].store(TOKENS, entries_of(DENSE, TOKENS))
+    with open_cache(tmp_path / "s"):  # its closing is not the last
+        pass
+    assert opening.is_open_here(tmp_path / "s")
+    del knot
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while owner_pid(tmp_path / "s") is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not opening.is_open_here(tmp_path / "s")
+    with open_cache(tmp_path / "s", role="owner") as cache:
+        assert cache.lookup(TOKENS).hit_tokens == 4 * BLOCK

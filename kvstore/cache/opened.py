@@ -73,6 +73,11 @@ class OpenStore:
         """Let work in the background that offers blocks come to its end."""
 
     @property
+    def is_closed(self) -> bool:
+        """Say whether it was closed, or left behind by a fork."""
+        return self._is_closed
+
+    @property
     def is_owner(self) -> bool:
         """Say whether this process writes."""
         return self.owned is not None

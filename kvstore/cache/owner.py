@@ -368,10 +368,13 @@ class OwnedSsd:
             if queued.key in self._pending:
                 self._context.metrics.present_blocks += 1
                 return True
+            # Held before it is queued: an interrupt between the two costs a name that stays until the
+            # store is closed, the other way round a block whose namespace is gone.
+            self.namespaces.hold_again(ticket.namespace_id)
             if not self._writer.submit(queued):
+                self._release(ticket.namespace_id)
                 return False
             self._pending[queued.key] = parent
-            self.namespaces.hold_again(ticket.namespace_id)
             return True
 
     # ---- committing (writer thread) ------------------------------------------------------------
