@@ -225,6 +225,11 @@ class _Opened:
     holders: weakref.WeakSet[Holding[Any]] = field(default_factory=weakref.WeakSet)
     """Not a count: a share that an interrupted caller never got is gone with him."""
 
+    @property
+    def is_held(self) -> bool:
+        """Say whether anybody has a share that is alive; an interrupt may leave a dead one in the set."""
+        return any(True for _ in self.holders)
+
 
 _FOR = frozenset({"block_tokens", "key_bytes", "secret", "ssd_formats"})
 """Options that say, with the layout, for which blocks a store is."""
@@ -353,8 +358,7 @@ def _left_alone(shared: OpenStore) -> None:
 
     Runs wherever a reference goes, perhaps under any lock: it takes none and waits for nothing.
     """
-    held = [list(o.holders) for o in list(_opened.values()) if o.shared is shared]  # who is alive
-    if shared.is_closed or any(held):
+    if shared.is_closed or any(o.is_held for o in list(_opened.values()) if o.shared is shared):
         return
     with suppress(RuntimeError):  # at the end of the interpreter
         _thread.start_new_thread(_close_unheld, (shared,))
@@ -363,7 +367,7 @@ def _left_alone(shared: OpenStore) -> None:
 def _close_unheld(shared: OpenStore) -> None:
     with _opening, suppress(KVStoreError):
         for key, opened in list(_opened.items()):
-            if opened.shared is shared and not list(opened.holders):
+            if opened.shared is shared and not opened.is_held:
                 del _opened[key]
                 shared.close()
 
@@ -424,7 +428,7 @@ def _unshare(holding: Holding[Any]) -> None:
         for key, opened in list(_opened.items()):
             if holding in opened.holders:
                 opened.holders.discard(holding)
-                if not opened.holders:
+                if not opened.is_held:
                     del _opened[key]
                     opened.shared.close()
 

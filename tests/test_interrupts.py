@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,13 @@ def test_a_store_whose_last_share_is_dropped_is_closed(tmp_path: Path) -> None:
     assert not opening.is_open_here(tmp_path / "s")
     with open_cache(tmp_path / "s", role="owner") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 4 * BLOCK
+
+
+def test_a_dead_share_that_an_interrupt_left_behind_holds_nothing(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "s"):
+        (opened,) = [o for o in opening._opened.values() if o.shared.ssd.path == tmp_path / "s"]
+        gone: Any = opening.Holding(opened.shared)
+        opened.holders.data.add(weakref.ref(gone))  # as where its removal was cut off
+        del gone
+        assert len(opened.holders) == 2
+    assert not opening.is_open_here(tmp_path / "s")
