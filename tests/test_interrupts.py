@@ -176,7 +176,7 @@ def test_a_dead_share_that_an_interrupt_left_behind_holds_nothing(tmp_path: Path
     with open_cache(tmp_path / "s"):
         (opened,) = [o for o in opening._opened.values() if o.shared.ssd.path == tmp_path / "s"]
         gone: Any = opening.Holding(opened.shared)
-        opened.holders.data.add(weakref.ref(gone))  # as where its removal was cut off
+        vars(opened.holders)["data"].add(weakref.ref(gone))  # as where its removal was cut off
         del gone
         assert len(opened.holders) == 2
     assert not opening.is_open_here(tmp_path / "s")
