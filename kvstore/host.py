@@ -23,19 +23,24 @@ def on_host(array: Any) -> NDArray[Any] | None:
 
     Cost: none for what is on the host already, one copy for a tensor of another device.
     """
+    if flaw_of(array):
+        return None
     if is_tensor(array):
-        array = array.detach().cpu().numpy() if _has_memory(array) else None
-    return array if _is_array(array) else None
+        array = array.detach().cpu().numpy()
+    return array if isinstance(array, np.ndarray) else None
 
 
-def _has_memory(tensor: Any) -> bool:
-    """Say whether a tensor's memory holds all its values: not a sparse or a meta tensor."""
-    return str(tensor.layout) == "torch.strided" and tensor.device.type != "meta"
-
-
-def _is_array(array: object) -> bool:
-    """Say whether the memory of an array says it all: a masked one keeps its mask apart."""
-    return isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray)
+def flaw_of(array: object) -> str:
+    """Return why the memory of an array or a tensor does not say it all, empty where it does."""
+    if isinstance(array, np.ma.MaskedArray):
+        return "a masked array"
+    if is_tensor(array):
+        tensor: Any = array
+        if str(tensor.layout) != "torch.strided":
+            return f"a tensor with layout {str(tensor.layout).removeprefix('torch.')}"
+        if tensor.device.type == "meta":
+            return "a tensor of the meta device, which has no data"
+    return ""
 
 
 def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
@@ -45,12 +50,12 @@ def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
     """
     if isinstance(buffer, bytes | bytearray | memoryview):
         return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
+    if flaw_of(buffer):
+        return None
     if is_tensor(buffer):
-        if not _has_memory(buffer):
-            return None
         flat = buffer.detach().cpu().contiguous().reshape(-1)
         return np.asarray(flat.view(sys.modules["torch"].uint8).numpy())
-    if not _is_array(buffer) or buffer.dtype.hasobject:
+    if not isinstance(buffer, np.ndarray) or buffer.dtype.hasobject:
         return None
     return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)
 
@@ -58,7 +63,7 @@ def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
 def writable_bytes(buffer: Any) -> NDArray[np.uint8] | None:
     """Return the bytes of a contiguous, writable buffer on the host in place, None for others."""
     if is_tensor(buffer):
-        is_plain = _has_memory(buffer) and buffer.device.type == "cpu" and buffer.is_contiguous()
+        is_plain = buffer.device.type == "cpu" and not flaw_of(buffer) and buffer.is_contiguous()
         return host_bytes(buffer) if is_plain else None
     if isinstance(buffer, np.ndarray):
         is_plain = buffer.flags.c_contiguous and buffer.flags.writeable

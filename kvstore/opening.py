@@ -139,16 +139,6 @@ def secret_for(
         StoreBusy: if another process is making the store and does not come to it.
         StoreError: if the secret is missing or not that of the store.
     """
-    given: object = is_wanted
-    if not isinstance(given, bool):
-        msg = f"secret must be True or False, found {type(given).__name__}: a store makes its own"
-        raise ConfigError(msg)
-    return unharmed(lambda: _secret_for(path, role, is_wanted=is_wanted))
-
-
-def _secret_for(
-    path: Path, role: Literal["auto", "owner", "reader"], *, is_wanted: bool
-) -> bytes | None:
     deadline = time.monotonic() + BIRTH_SECONDS
     try:
         while not (path / directory.VERSION_FILE).exists():
@@ -302,54 +292,54 @@ def share(
         StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
     """
-    return unharmed(lambda: _share(path, role, kind, options, given, opening), unshare)
 
-
-def _share(
-    path: Path,
-    role: Literal["auto", "owner", "reader"],
-    kind: type[T],
-    options: Any,
-    given: Collection[str],
-    opening: Callable[[], tuple[SsdOptions, Callable[[SsdTier], T]]],
-) -> Holding[T]:
-    with _opening:
-        known = _identity(path)
-        if known is not None and known in _opened:
-            opened = _opened[known]
-            if not isinstance(opened.shared, kind):
-                msg = (
-                    f"{path} is open in this process for blocks of another kind, and was left "
-                    "untouched; use another path"
+    def shared() -> Holding[T]:
+        with _opening:
+            known = _identity(path)
+            if known is not None and known in _opened:
+                opened = _opened[known]
+                _check_kind(path, kind, opened.shared)
+                _check_agreement(path, options, opened.options, given)
+                if role == "owner" and not opened.shared.is_owner:
+                    msg = (
+                        f"{path} is open as a reader in this process already; close that before "
+                        "opening it with role='owner'"
+                    )
+                    raise StoreBusy(msg)
+                opened.shared.metrics.shared_opens += 1
+                return _hold(opened)
+            if known is not None and known in _inherited:
+                _inherited.pop(known).ssd.forget()
+            ssd_options, build = opening()
+            store = take_over(path, ssd_options, build)
+            if role == "auto" and not store.is_owner:
+                logger.warning(
+                    "%s is owned by another process: this one reads it and stores nothing", path
                 )
-                raise LayoutMismatch(msg)
-            _check_agreement(path, options, opened.options, given)
-            if role == "owner" and not opened.shared.is_owner:
-                msg = (
-                    f"{path} is open as a reader in this process already; close that before opening "
-                    "it with role='owner'"
-                )
-                raise StoreBusy(msg)
-            opened.shared.metrics.shared_opens += 1
-            return _hold(opened, opened.shared)
-        if known is not None and known in _inherited:
-            _inherited.pop(known).ssd.forget()
-        ssd_options, build = opening()
-        shared = take_over(path, ssd_options, build)
-        if role == "auto" and not shared.is_owner:
-            logger.warning(
-                "%s is owned by another process: this one reads it and stores nothing", path
-            )
-        made = _identity(path)
-        assert made is not None
-        _opened[made] = _Opened(shared, options)
-        return _hold(_opened[made], shared)
+            made = _identity(path)
+            assert made is not None
+            _opened[made] = _Opened(store, options)
+            return _hold(_opened[made])
+
+    return unharmed(shared, unshare)
 
 
-def _hold(opened: _Opened, shared: T) -> Holding[T]:
-    holding = Holding(shared)
+def _check_kind(path: Path, kind: type[OpenStore], shared: OpenStore) -> None:
+    """Raise ``LayoutMismatch`` if the store that is open here is of another kind."""
+    if not isinstance(shared, kind):
+        msg = (
+            f"{path} is open in this process for blocks of another kind, and was left "
+            "untouched; use another path"
+        )
+        raise LayoutMismatch(msg)
+
+
+def _hold(opened: _Opened) -> Holding[Any]:
+    holding = Holding(opened.shared)
     opened.holders.add(holding)
-    weakref.finalize(holding, _left_alone, shared).atexit = False  # which ``_close_all`` sees to
+    weakref.finalize(
+        holding, _left_alone, opened.shared
+    ).atexit = False  # which ``_close_all`` sees to
     return holding
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import LayerGroup, Layout, Lifetime, Namespace, PrefixCache
+from kvstore import LayerGroup, Layout, Lifetime, Namespace, Pages, PrefixCache
 from kvstore.cache.owner import OwnedSsd
 from kvstore.cache.pages import DevicePages
 from kvstore.cache.scope import Scope
@@ -103,6 +103,19 @@ def owned(cache: Scope) -> OwnedSsd:
     side = cache._shared.owned
     assert side is not None
     return side
+
+
+def engine_pages() -> Pages:
+    """Four zeroed pages of 16 tokens, as an engine of the windowed layout has them."""
+    import torch  # not for tests that need none
+
+    tensors = {
+        group.name: torch.zeros(
+            4, len(group.layers), 16 // group.tokens_per_entry, group.entry_bytes, dtype=torch.uint8
+        )
+        for group in WINDOWED.global_groups
+    }
+    return Pages(tensors, [0, 1, 2, 3])
 
 
 def paged(cache: Scope) -> DevicePages:

@@ -35,7 +35,7 @@ from kvstore import (
     WindowSnapshot,
     fp4,
 )
-from tests.stores import BLOCK, NAMESPACE, WINDOWED, entries_of, tokens_of
+from tests.stores import BLOCK, NAMESPACE, WINDOWED, engine_pages, entries_of, tokens_of
 
 PACKAGE = str(Path(kvstore.__file__).parent)
 
@@ -387,16 +387,6 @@ def cache_targets(cache: PrefixCache) -> list[Target]:
         ),
         Target("allocate", cache.device.allocate, lambda: {"count": 1}, release),
     ]
-
-
-def engine_pages() -> Pages:
-    tensors = {
-        group.name: torch.zeros(
-            4, len(group.layers), 16 // group.tokens_per_entry, group.entry_bytes, dtype=torch.uint8
-        )
-        for group in WINDOWED.global_groups
-    }
-    return Pages(tensors, [0, 1, 2, 3])
 
 
 def test_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,14 +88,7 @@ def dtype_name(dtype: DType) -> str:
 
 def check_plain(array: object, role: str) -> None:
     """Raise ``ValueError`` for arrays whose memory does not say it all: masked, sparse, without data."""
-    found = "a masked array" if isinstance(array, np.ma.MaskedArray) else ""
-    if is_tensor(array):
-        import torch
-
-        if array.layout != torch.strided:
-            found = f"a tensor with layout {str(array.layout).removeprefix('torch.')}"
-        elif array.device.type == "meta":
-            found = "a tensor of the meta device, which has no data"
+    found = host.flaw_of(array)
     if found:
         raise ValueError(f"{role} must be a plain NumPy array or torch tensor, found {found}")
 

@@ -9,16 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from kvstore import Match, Pages, WindowSnapshot
+from kvstore import Match, WindowSnapshot
 from kvstore.cache.scope import Scope
-from tests.stores import BLOCK, NAMESPACE, WINDOWED, entries_of, open_cache, tokens_of
+from tests.stores import (
+    BLOCK,
+    NAMESPACE,
+    WINDOWED,
+    engine_pages,
+    entries_of,
+    open_cache,
+    tokens_of,
+)
 
 CALLS: dict[str, Callable[[Scope, Match], Any]] = {
     "read": lambda scope, match: scope.read(match),
     "load": lambda scope, match: scope.load(match),
-    "load into": lambda scope, match: scope.load(match, into=pages()),
+    "load into": lambda scope, match: scope.load(match, into=engine_pages()),
     "window": lambda scope, match: scope.window(match, _hook),
     "windows": lambda scope, match: scope.windows([(match, _hook)]),
 }
@@ -29,16 +36,6 @@ def _hook(requests: Any) -> list[WindowSnapshot]:
         WindowSnapshot(r.start, r.stop, {"window": np.zeros((3, r.stop - r.start, 16), np.uint8)})
         for r in requests
     ]
-
-
-def pages() -> Pages:
-    tensors = {
-        group.name: torch.zeros(
-            4, len(group.layers), 16 // group.tokens_per_entry, group.entry_bytes, dtype=torch.uint8
-        )
-        for group in WINDOWED.global_groups
-    }
-    return Pages(tensors, [0, 1, 2, 3])
 
 
 def stored(scope: Scope) -> Match:
