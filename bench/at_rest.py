@@ -36,14 +36,14 @@ from transformers import DynamicCache
 import kvstore
 from bench.codec_quality import corpus
 from bench.paired import paired
-from kvstore.block import BlockHash
+from kvstore.cli.terminal import progress
 from kvstore.codec.zstd import HUFFMAN
-from kvstore.command.terminal import progress
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout
-from kvstore.frame import Frames, Header
+from kvstore.frame.at_rest import Packing, frames_of
+from kvstore.frame.format import Frames, Header
+from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout
-from kvstore.packing import Packing, frames_of
 
 BLOCK = 128
 LEVELS = (-1, 1, 3, 6)

@@ -35,12 +35,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.block import BlockHash
-from kvstore.chart import Axis, Point, Series, chart
+from kvstore.cli.terminal import progress_bar
 from kvstore.codec import native, numpy_reference
-from kvstore.command.terminal import progress_bar
-from kvstore.hash import block_hashes
+from kvstore.identity.block import BlockHash
+from kvstore.identity.hash import block_hashes
 from kvstore.layout import FORMATS, SCALE_RULES
+from kvstore.output.chart import Axis, Point, Series, chart
 
 if TYPE_CHECKING:
     import torch

@@ -42,11 +42,11 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 
 import kvstore
-from kvstore.chart import Axis, Point, Series, chart
-from kvstore.command.terminal import progress, progress_bar
-from kvstore.demo import default_text
+from kvstore.cli.demo import default_text
+from kvstore.cli.terminal import progress, progress_bar
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout
+from kvstore.output.chart import Axis, Point, Series, chart
 
 EXACT = "f32"
 """The model's own number format: what is compared with, and must come back bit for bit."""

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvstore.chart import Axis, Mark, Point, Series, chart
-from kvstore.command.terminal import progress_bar, write_table
+from kvstore.cli.terminal import progress_bar, write_table
+from kvstore.output.chart import Axis, Mark, Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine
 from kvstore.reference.residual import Streams

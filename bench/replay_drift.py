@@ -55,8 +55,8 @@ from bench.replay_quality import (
     shown,
 )
 from bench.train_reference import read_text
-from kvstore.chart import Axis, Series, chart
-from kvstore.command.terminal import progress_bar, write_table
+from kvstore.cli.terminal import progress_bar, write_table
+from kvstore.output.chart import Axis, Series, chart
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.state import SequenceState
 

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.train_reference import load_model, read_text
-from kvstore.chart import Axis, Point, Series, chart
-from kvstore.command.terminal import progress_bar, write_table
+from kvstore.cli.terminal import progress_bar, write_table
+from kvstore.output.chart import Axis, Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine
 from kvstore.reference.model import ReferenceModel

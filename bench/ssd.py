@@ -26,7 +26,7 @@ from bench import ssd_compare, ssd_index, ssd_store
 from bench.paired import Row
 from bench.ssd_compare import PeerRow
 from bench.ssd_peers import PEERS
-from kvstore.command.terminal import progress_bar
+from kvstore.cli.terminal import progress_bar
 
 LAYOUTS = ("deepseek-v4.1-flash", "smollm2-135m")
 BLOCKS = 4096

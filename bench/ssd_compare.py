@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.ssd_peers import PEERS
 from bench.ssd_store import BLOCK_TOKENS, COLD_SHARE, RUN_BLOCKS, Advance, forget_pages
-from kvstore.chart import Axis, Point, Series, chart
+from kvstore.output.chart import Axis, Point, Series, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_BLOCKS = 64

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from bench.ssd_peers import key_of, number_of
 from bench.ssd_store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
-from kvstore.block import BlockHash, BlockKey
-from kvstore.frame import FrameFormat, Header, head_sum
-from kvstore.tier.records import Record
-from kvstore.tier.ssd import Put, open_ssd
+from kvstore.frame.format import FrameFormat, Header, head_sum
+from kvstore.identity.block import BlockHash, BlockKey
+from kvstore.tier.ssd.records import Record
+from kvstore.tier.ssd.tier import Put, open_ssd
 
 Block = NDArray[np.uint8]
 

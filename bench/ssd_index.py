@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from bench.paired import Row, seconds
 from bench.ssd_store import BLOCK_TOKENS, Advance, forget_pages, open_cache, scratch, whole
 from kvstore import LayerGroup, Layout
-from kvstore.block import KEY_BYTES, BlockHash, BlockKey, block_key
-from kvstore.hash import block_hashes
-from kvstore.index import PrefixIndex, Segment
+from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
+from kvstore.identity.hash import block_hashes
+from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.records import Record
+from kvstore.tier.ssd.records import Record
 
 LOOKUP_BLOCKS = 8192
 """1,048,576 tokens: the context of DeepSeek-V4.1-Flash."""

@@ -27,17 +27,17 @@ from numpy.typing import NDArray
 
 from bench.paired import Row, paired, seconds, speeds
 from kvstore import Layout, Namespace, Pages, PrefixCache
-from kvstore.block import BlockHash
 from kvstore.cache.match import Match
-from kvstore.cache.prefix import Prefix
+from kvstore.cli.demo import drop_page_cache
 from kvstore.codec import native
-from kvstore.demo import drop_page_cache
-from kvstore.frame import FrameFormat, Frames, Header, Places, head_sum
-from kvstore.hash import block_hashes
-from kvstore.opening import format_text
-from kvstore.tier.directory import DATA_FILE
-from kvstore.tier.records import Record
-from kvstore.tier.ssd import (
+from kvstore.frame.format import FrameFormat, Frames, Header, Places, head_sum
+from kvstore.identity.block import BlockHash
+from kvstore.identity.chain import Prefix
+from kvstore.identity.hash import block_hashes
+from kvstore.store.opening import format_text
+from kvstore.tier.ssd.directory import DATA_FILE
+from kvstore.tier.ssd.records import Record
+from kvstore.tier.ssd.tier import (
     PAGE_BYTES,
     Put,
     SsdOptions,

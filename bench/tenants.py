@@ -25,8 +25,8 @@ from statistics import median
 import numpy as np
 
 from kvstore import LayerGroup, Layout, Namespace, PrefixCache
-from kvstore.admin import store_stats
-from kvstore.command.terminal import progress_bar
+from kvstore.admin.inspect import store_stats
+from kvstore.cli.terminal import progress_bar
 
 TENANTS = 100_000
 SSD_BYTES = "64MiB"

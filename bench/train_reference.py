@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kvstore.chart import Axis, Point, Series, chart
-from kvstore.files import PUBLIC, written
+from kvstore.output.chart import Axis, Point, Series, chart
+from kvstore.output.files import PUBLIC, written
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import TrainedTable, addresses, random_rows, table_path, write_table
 from kvstore.reference.model import ReferenceModel

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.ttft_engines import Connector, First, Job
-from kvstore.chart import Axis, Point, Series, chart
-from kvstore.command.terminal import progress, progress_bar
-from kvstore.demo import default_text, drop_page_cache
+from kvstore.cli.demo import default_text, drop_page_cache
+from kvstore.cli.terminal import progress, progress_bar
 from kvstore.engine import smollm2
+from kvstore.output.chart import Axis, Point, Series, chart
 from tests.engines.environments import BuildError, environment
 
 BLOCK_TOKENS = 128

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 import kvstore
-from kvstore.chart import Axis, Mark, Point, Series, chart
-from kvstore.command.terminal import write_table
+from kvstore.cli.terminal import write_table
 from kvstore.footprint.cost import persistent_bytes, saving_turn
+from kvstore.output.chart import Axis, Mark, Point, Series, chart
 from kvstore.trace.columns import Ints, Trace
 from kvstore.trace.reading import read
 

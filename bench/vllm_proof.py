@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.frame import FrameFormat, head_sum
-from kvstore.tier.ssd import Put
+from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.tier.ssd.tier import Put
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -146,8 +146,8 @@ def real_prompts(model: str, count: int) -> list[list[int]]:
 
 def change(store: Path, which: Callable[[int], bool], make: Callable[..., bytearray]) -> int:
     """Replace frames of the blocks whose number is wanted; return how many."""
-    from kvstore.opening import parse_format
-    from kvstore.tier.directory import read_format
+    from kvstore.store.opening import parse_format
+    from kvstore.tier.ssd.directory import read_format
 
     folder, count = store / FOLDER, 0
     found = parse_format(read_format(folder))

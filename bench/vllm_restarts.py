@@ -38,9 +38,9 @@ import lmdb
 import numpy as np
 
 import kvstore
-from kvstore.opening import StoreFormat, parse_format
-from kvstore.sizes import size_bytes
-from kvstore.tier.directory import read_format
+from kvstore.output.sizes import size_bytes
+from kvstore.store.opening import StoreFormat, parse_format
+from kvstore.tier.ssd.directory import read_format
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {

@@ -6,7 +6,6 @@ Importing it is light: the cache, and the FP4 functions, are loaded when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvstore.block import ImageSpan
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -15,17 +14,18 @@ from kvstore.errors import (
     StoreBusy,
     StoreError,
 )
+from kvstore.identity.block import ImageSpan
+from kvstore.identity.namespace import Namespace, weights_digest
 from kvstore.layout import LayerGroup, Layout, Lifetime, layout
-from kvstore.namespace import Namespace, weights_digest
-from kvstore.pages import Pages
-from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.layout.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.tier.pages import Pages
 
 if TYPE_CHECKING:
     from kvstore import fp4
-    from kvstore.assembly import PrefixCache
-    from kvstore.block_store import BlockStore
+    from kvstore.blocks.block_store import BlockStore
     from kvstore.cache import Entries, Match, PinnedPages, Stored
-    from kvstore.transfer import Job
+    from kvstore.cache.prefix_cache import PrefixCache
+    from kvstore.transfer.threads import Job
 
 __all__ = [
     "BlockStore",
@@ -56,12 +56,12 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "BlockStore": "kvstore.block_store",
+    "BlockStore": "kvstore.blocks.block_store",
     "Entries": "kvstore.cache",
     "Match": "kvstore.cache",
-    "Job": "kvstore.transfer",
+    "Job": "kvstore.transfer.threads",
     "PinnedPages": "kvstore.cache",
-    "PrefixCache": "kvstore.assembly",
+    "PrefixCache": "kvstore.cache.prefix_cache",
     "Stored": "kvstore.cache",
 }
 

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.block import BlockHash, block_key
-from kvstore.hash import as_tokens, block_hashes
+from kvstore.identity.block import BlockHash, block_key
+from kvstore.identity.hash import as_tokens, block_hashes
 from kvstore.layout import LayerGroup, Layout, Lifetime
-from kvstore.replay import WindowSnapshot
+from kvstore.layout.replay import WindowSnapshot
 
 ROOT = BlockHash(hashlib.sha256(b"root of the tests").digest())
 """A root for chains whose namespace does not matter."""

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import LayerGroup, Layout, Lifetime, Namespace, Pages, PrefixCache
-from kvstore.cache.owner import OwnedSsd
-from kvstore.cache.pages import DevicePages
+from kvstore.cache.device_pages import DevicePages
 from kvstore.cache.scope import Scope
+from kvstore.store.writer import OwnedSsd
 
 BLOCK = 8
 """Tokens of a block in most tests."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import ImageSpan, Namespace, StoreError, admin
-from kvstore.frame import FrameFormat, head_sum
-from kvstore.tier.ssd import Put
+from kvstore import ImageSpan, Namespace, StoreError
+from kvstore.admin import inspect as admin
+from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.tier.ssd.tier import Put
 from tests.cache.test_faults import flip, payload_place
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, tokens_of
 

@@ -19,20 +19,13 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore import (
-    BlockStore,
-    ImageSpan,
-    LayoutMismatch,
-    Namespace,
-    StoreBusy,
-    StoreError,
-    admin,
-    archive,
-    cli,
-)
-from kvstore.block import BlockKey
-from kvstore.frame import FrameFormat
-from kvstore.tier import directory
+from kvstore import BlockStore, ImageSpan, LayoutMismatch, Namespace, StoreBusy, StoreError
+from kvstore.admin import archive
+from kvstore.admin import inspect as admin
+from kvstore.cli import main as cli
+from kvstore.frame.format import FrameFormat
+from kvstore.identity.block import BlockKey
+from kvstore.tier.ssd import directory
 from tests.cache.test_faults import flip, payload_place
 from tests.golden.make import ARCHIVE, archive_prompts
 from tests.stores import (

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvstore.chart import (
+from kvstore.output.chart import (
     INLINE,
     LABELS,
     NAMES,

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvstore import StoreError, cli, demo
+from kvstore import StoreError
+from kvstore.cli import demo
+from kvstore.cli import main as cli
 
 
 def report(**changes: Any) -> demo.Report:
@@ -74,7 +76,7 @@ def demo_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[
 
 def test_help_and_the_command_line_itself_import_no_torch() -> None:
     code = (
-        "import sys, kvstore.cli as c; assert c.main(['--help']) == c.main(['demo', '--help']) == 0;"
+        "import sys, kvstore.cli.main as c; assert c.main(['--help']) == c.main(['demo', '--help']) == 0;"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -511,7 +513,7 @@ def test_anonymise_writes_numbers_and_keeps_its_key_apart(
 
 def test_trace_commands_import_no_torch(trace_file: Path) -> None:
     code = (
-        "import sys, kvstore.cli as c;"
+        "import sys, kvstore.cli.main as c;"
         f"assert c.main(['simulate', {str(trace_file)!r}, '--json']) == 0;"
         "assert 'torch' not in sys.modules and 'lmdb' not in sys.modules"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import demo
+from kvstore.cli import demo
 from kvstore.engine import smollm2
 from kvstore.errors import ConfigError, KVStoreError
 from tests.engine.tiny import save_tiny

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.frame import FrameFormat, head_sum
-from kvstore.tier.ssd import Put
+from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.tier.ssd.tier import Put
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "dense_adapter.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import StoreError
-from kvstore.files import PRIVATE, PUBLIC, written
+from kvstore.output.files import PRIVATE, PUBLIC, written
 
 
 def names(folder: Path) -> list[str]:

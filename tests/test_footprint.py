@@ -11,7 +11,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvstore import ConfigError, cli
+from kvstore import ConfigError
+from kvstore.cli import main as cli
 from kvstore.footprint.cost import (
     Question,
     blocks_to_measure,
@@ -22,8 +23,8 @@ from kvstore.footprint.cost import (
 )
 from kvstore.footprint.measure import measure
 from kvstore.layout import Layout, layout
-from kvstore.presets import PRESETS
-from kvstore.sizes import size_text
+from kvstore.layout.presets import PRESETS
+from kvstore.output.sizes import size_text
 from tests.builders import mixed_layout, windowed_layout
 
 G, W, T = "GLOBAL", "WINDOW", "TRANSIENT"

@@ -17,12 +17,12 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.block import BlockHash
 from kvstore.codec import codec_for
 from kvstore.codec.arrays import FLOATS, numpy_dtype
-from kvstore.frame import FORMAT_VERSION, HEADER_BYTES, RESERVED_BYTES, FrameFormat, Header
+from kvstore.frame.at_rest import Packing, frames_of
+from kvstore.frame.format import FORMAT_VERSION, HEADER_BYTES, RESERVED_BYTES, FrameFormat, Header
+from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout, Lifetime
-from kvstore.packing import Packing, frames_of
 from tests.builders import layouts, mixed_layout, random_entries, random_tokens, tiny_layout
 
 V41 = kvstore.layout("deepseek-v4.1-flash")
@@ -632,7 +632,7 @@ def test_waves_together_are_the_whole_and_each_is_read_alone(
     tmp_path: Path, layout: Layout, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes of other waves are neither read nor missed: they may be damaged."""
-    monkeypatch.setattr("kvstore.frame.WAVE_BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.format.WAVE_BLOCK_BYTES", 1)
     frames = FrameFormat(layout, block_tokens)
     path, entries, tokens = chain_of_frames(frames, tmp_path)
     waves = frames.waves(1 << 30)

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import ImageSpan
-from kvstore.block import KEY_BYTES, BlockHash, block_key
 from kvstore.errors import ConfigError
-from kvstore.hash import (
+from kvstore.identity.block import KEY_BYTES, BlockHash, block_key
+from kvstore.identity.hash import (
     HashRun,
     _plain_hashes,
     as_tokens,
@@ -29,7 +29,7 @@ from kvstore.hash import (
     identify,
     namespace_digest,
 )
-from kvstore.namespace import Namespace
+from kvstore.identity.namespace import Namespace
 from tests.builders import ROOT, hashes_of
 
 NAMESPACE = Namespace(model="m", weights="w", tokenizer="t", adapter="a", tenant="s", generation=1)
@@ -401,8 +401,8 @@ SCRIPT = """
 import sys
 import numpy as np
 from kvstore import ImageSpan
-from kvstore.hash import _plain_hashes, as_tokens, block_hashes, namespace_digest
-from kvstore.namespace import Namespace
+from kvstore.identity.hash import _plain_hashes, as_tokens, block_hashes, namespace_digest
+from kvstore.identity.namespace import Namespace
 namespace = Namespace(model="m", weights="w", tokenizer="t", adapter="a", tenant="s", generation=1)
 root = namespace_digest("f" * 64, 128, namespace)
 spans = [ImageSpan(2, 9, b"cat"), ImageSpan(9, 11, b"dog")]

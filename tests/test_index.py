@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from typing_extensions import override
 
-from kvstore.block import KEY_BYTES
-from kvstore.index import NEVER, Position, PrefixIndex, Segment
+from kvstore.identity.block import KEY_BYTES
+from kvstore.index.prefix_tree import NEVER, Position, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.policy.registry import POLICIES, make_policy
 from tests.builders import path_of

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvstore import opening
-from kvstore.tier.directory import owner_pid
-from kvstore.tier.ssd import SsdTier
-from kvstore.transfer import unharmed
+from kvstore.store import opening
+from kvstore.tier.ssd.directory import owner_pid
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.transfer.threads import unharmed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(4 * BLOCK + 1)

@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore import ConfigError
 from kvstore.layout import FORMATS, LayerGroup, Layout, Lifetime, from_config, layout
-from kvstore.presets import PRESETS
+from kvstore.layout.presets import PRESETS
 from tests.builders import FORMAT_UNITS, mixed_layout, windowed_layout
 
 V41 = layout("deepseek-v4.1-flash")

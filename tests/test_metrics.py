@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kvstore.metrics import ALARM_LOOKUPS, ALARM_STORED_BLOCKS, Metrics
+from kvstore.store.metrics import ALARM_LOOKUPS, ALARM_STORED_BLOCKS, Metrics
 
 
 def silent_hitless() -> Metrics:
@@ -66,7 +66,7 @@ def test_one_hit_in_any_tier_silences_the_alarm() -> None:
 
 def test_the_alarm_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = silent_hitless()
-    with caplog.at_level(logging.WARNING, "kvstore.metrics"):
+    with caplog.at_level(logging.WARNING, "kvstore.store.metrics"):
         Metrics().check_alarms()
         assert caplog.records == []
         for _ in range(5):
@@ -81,7 +81,7 @@ def test_each_topic_is_said_once_and_topics_do_not_silence_each_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metrics = Metrics()
-    with caplog.at_level(logging.WARNING, "kvstore.metrics"):
+    with caplog.at_level(logging.WARNING, "kvstore.store.metrics"):
         for _ in range(3):
             metrics.say_once("header", "block %d is bad", 7)
             metrics.say_once("io", "cannot read %s", "x")

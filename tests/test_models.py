@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import ConfigError, LayerGroup, Layout, cli, layout
+from kvstore import ConfigError, LayerGroup, Layout, layout
+from kvstore.cli import main as cli
 from kvstore.layout.models.known import KNOWN, NESTED, REASONS, WRAPPERS
-from kvstore.sizes import size_bytes
+from kvstore.output.sizes import size_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
 """Configs made for this project in the shape of public ones; names are invented."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.namespace import SAMPLE_BYTES, SAMPLES
+from kvstore.identity.namespace import SAMPLE_BYTES, SAMPLES
 
 SHARDS = {
     "model-00001-of-00002.safetensors": b"header" + bytes(range(256)) * 40,

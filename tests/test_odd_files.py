@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-from kvstore import BlockStore, ConfigError, KVStoreError, LayerGroup, Layout, admin, upkeep
-from kvstore.archive import export_store, import_store
+from kvstore import BlockStore, ConfigError, KVStoreError, LayerGroup, Layout
+from kvstore.admin import inspect as admin
+from kvstore.admin import upkeep
+from kvstore.admin.archive import export_store, import_store
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(4 * BLOCK + 1)

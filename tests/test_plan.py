@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.plan import (
+from kvstore.index.plan import (
     Evict,
     Floors,
     Load,

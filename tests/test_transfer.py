@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import transfer
-from kvstore.block import BlockKey
-from kvstore.transfer import Crew, Errand, QueuedBlock, Writer
+from kvstore.identity.block import BlockKey
+from kvstore.transfer import threads as transfer
+from kvstore.transfer.threads import Crew, Errand, QueuedBlock, Writer
 
 SOON = 30.0
 """Seconds that only a hang takes."""

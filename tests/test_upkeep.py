@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
-from kvstore import BlockStore, ConfigError, Namespace, StoreBusy, StoreError, admin, cli, upkeep
-from kvstore.tier import directory
-from kvstore.tier import ssd as ssd_module
-from kvstore.tier.ssd import SsdTier
+from kvstore import BlockStore, ConfigError, Namespace, StoreBusy, StoreError
+from kvstore.admin import inspect as admin
+from kvstore.admin import upkeep
+from kvstore.cli import main as cli
+from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import tier as ssd_module
+from kvstore.tier.ssd.tier import SsdTier
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 
 
@@ -412,8 +415,9 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
 _KILLED = """
 import os, sys
 from pathlib import Path
-from kvstore import upkeep
-from kvstore.tier import directory, ssd
+from kvstore.admin import upkeep
+from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import tier as ssd
 
 module, name = sys.argv[2].split(".")
 owner = {"directory": directory, "tier": ssd.SsdTier}[module]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvstore
-from kvstore.block import BlockHash
+from kvstore.identity.block import BlockHash
 from kvstore.layout import LayerGroup, Layout, Lifetime
-from kvstore.replay import WindowSnapshot
-from kvstore.window import POISON, WindowPool, check_snapshot, copy_of
+from kvstore.layout.replay import WindowSnapshot
+from kvstore.tier.window import POISON, WindowPool, check_snapshot, copy_of
 from tests.builders import Clock, snapshot_of, windowed_layout
 
 LAYOUT = windowed_layout(8)

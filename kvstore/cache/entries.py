@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.host import on_host
+from kvstore.codec.host import on_host
 from kvstore.layout import Layout
 
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.context import Context
 from kvstore.cache.entries import Stored
 from kvstore.cache.match import Hold
-from kvstore.cache.prefix import Prefix
 from kvstore.cache.reading import Limits
-from kvstore.frame import Frames, Wave
+from kvstore.frame.format import Frames, Wave
+from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
-from kvstore.transfer import BARRIER_SECONDS, Job, TaskThread, unharmed
+from kvstore.store.context import Context
+from kvstore.transfer.threads import BARRIER_SECONDS, Job, TaskThread, unharmed
 
 if TYPE_CHECKING:
     from kvstore.tier.paged import PagedEntries

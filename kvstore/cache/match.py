@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import plan
-from kvstore.block import BlockHash
-from kvstore.cache.prefix import Prefix
-from kvstore.index import Segment
+from kvstore.identity.block import BlockHash
+from kvstore.identity.chain import Prefix
+from kvstore.index import plan
+from kvstore.index.prefix_tree import Segment
 from kvstore.layout import Layout
-from kvstore.pages import Pages
-from kvstore.replay import WindowSnapshot
+from kvstore.layout.replay import WindowSnapshot
+from kvstore.tier.pages import Pages
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.context import Context
-from kvstore.cache.prefix import Prefix
-from kvstore.frame import Frames, Wave
-from kvstore.tier.ssd import READ_BATCH, SsdTier
-from kvstore.transfer import Crew, Errand
+from kvstore.frame.format import Frames, Wave
+from kvstore.identity.chain import Prefix
+from kvstore.store.context import Context
+from kvstore.tier.ssd.tier import READ_BATCH, SsdTier
+from kvstore.transfer.threads import Crew, Errand
 
 RUN_BYTES = 16 << 20
 """Most bytes of a run, if a block fits: blocks of 3 MB come 15 % faster than one at a time, and smaller

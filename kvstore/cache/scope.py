@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import plan
-from kvstore.block import BlockHash, ImageSpan
 from kvstore.cache.entries import Entries, Stored, host_entries
 from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
-from kvstore.cache.prefix import Prefix
 from kvstore.cache.shared import SharedTiers
 from kvstore.checks import flag, integer, number, positive, several, text
 from kvstore.errors import ConfigError, StoreError, brief
-from kvstore.hash import as_tokens, identify, namespace_digest
+from kvstore.identity.block import BlockHash, ImageSpan
+from kvstore.identity.chain import Prefix
+from kvstore.identity.hash import as_tokens, identify, namespace_digest
+from kvstore.identity.namespace import Namespace
+from kvstore.index import plan
 from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.pages import Pages
-from kvstore.replay import ReplayHook, ReplayRequest, WindowSnapshot
-from kvstore.sizes import size_bytes
-from kvstore.transfer import Job
-from kvstore.window import check_snapshot, copy_of
+from kvstore.layout.replay import ReplayHook, ReplayRequest, WindowSnapshot
+from kvstore.output.sizes import size_bytes
+from kvstore.tier.pages import Pages
+from kvstore.tier.window import check_snapshot, copy_of
+from kvstore.transfer.threads import Job
 
 if TYPE_CHECKING:
     import torch

@@ -13,26 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore import plan
-from kvstore.block import KEY_BYTES, BlockHash
-from kvstore.cache import generations
+from kvstore.cache.device_pages import DevicePages
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
-from kvstore.cache.namespaces import namespace_facts
-from kvstore.cache.opened import OpenStore
-from kvstore.cache.pages import DevicePages
-from kvstore.cache.prefix import Prefix
 from kvstore.cache.reading import Limits, Reads, Take
 from kvstore.errors import ConfigError, StoreError
-from kvstore.frame import Frames, Header, Wave
-from kvstore.index import GONE, NEVER, Position, PrefixIndex, Segment
+from kvstore.frame.format import Frames, Header, Wave
+from kvstore.identity.block import KEY_BYTES, BlockHash
+from kvstore.identity.chain import Prefix
+from kvstore.index import plan
+from kvstore.index.prefix_tree import GONE, NEVER, Position, PrefixIndex, Segment
+from kvstore.layout.replay import WindowSnapshot
 from kvstore.policy.guarded import Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy
-from kvstore.replay import WindowSnapshot
-from kvstore.tier.ssd import BUSY, MEDIUM_ERRORS, SsdTier
-from kvstore.window import WindowPool
+from kvstore.store import generations
+from kvstore.store.namespaces import namespace_facts
+from kvstore.store.open_store import OpenStore
+from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, SsdTier
+from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import host
+from kvstore.codec import host
 
 if TYPE_CHECKING:
     import torch

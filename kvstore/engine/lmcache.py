@@ -26,13 +26,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from kvstore.block_store import BlockStore
+from kvstore.blocks.block_store import BlockStore
 from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.opening import resolved
-from kvstore.sizes import size_bytes
-from kvstore.tier.directory import VERSION_FILE
-from kvstore.transfer import TaskThread
+from kvstore.output.sizes import size_bytes
+from kvstore.store.opening import resolved
+from kvstore.tier.ssd.directory import VERSION_FILE
+from kvstore.transfer.threads import TaskThread
 
 try:
     from lmcache.lmcache_native import Bitmap

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore.block import ImageSpan
 from kvstore.errors import ConfigError
+from kvstore.identity.block import ImageSpan
 
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a block where the engine's pages are no larger: few enough to hit, enough to read."""

@@ -27,13 +27,13 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from typing_extensions import override
 
-from kvstore.block_store import BlockStore
+from kvstore.blocks.block_store import BlockStore
+from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.engine.options import UNCHECKED, check_options, check_weights
 from kvstore.engine.trailing import TrailingPages
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.host import host_bytes, writable_bytes
-from kvstore.namespace import weights_digest
-from kvstore.sizes import size_bytes
+from kvstore.identity.namespace import weights_digest
+from kvstore.output.sizes import size_bytes
 
 try:
     from sglang.srt.mem_cache.hicache_storage import (

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.cache.keyed import Bytes
+from kvstore.blocks.keyed import Bytes
 
 PageKey = tuple[str, bytes]
 """The pool's name and the caller's key."""

@@ -32,12 +32,12 @@ from transformers.cache_utils import DynamicLayer
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.engine.identity import ModelIdentity
 from kvstore.engine.layers import StoredLayer, WindowLayer
+from kvstore.engine.model_digest import ModelIdentity
 from kvstore.engine.options import check_names
 from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.hash import as_tokens
+from kvstore.identity.hash import as_tokens
 from kvstore.layout import LayerGroup, Layout
 from kvstore.tier.paged import RAW_DTYPES, decode_rows, encode_rows
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 from kvstore.layout import LayerGroup, Layout
-from kvstore.sizes import size_text
+from kvstore.output.sizes import size_text
 
 SNAPSHOTS_PER_TURN = 2
 """Window snapshots that DeepSeek-V4 wrote down a turn: at the end of the prompt, and of the output.

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.assembly import PrefixCache
+from kvstore.cache.prefix_cache import PrefixCache
 from kvstore.errors import StoreError
+from kvstore.identity.namespace import Namespace
 from kvstore.layout import Layout
-from kvstore.namespace import Namespace
 
 _PROMPT_BLOCKS, _PROMPT_BYTES = 50, 1 << 24
 """Blocks of one prompt, and its payload, at most: what is in memory at once."""

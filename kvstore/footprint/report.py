@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from kvstore.chart import Bar, bars
 from kvstore.footprint.cost import (
     MEASURED_BLOCKS,
     MEASURED_BYTES,
     PUBLISHED_SAVING,
     SNAPSHOTS_PER_TURN,
 )
-from kvstore.sizes import size_text
+from kvstore.output.chart import Bar, bars
+from kvstore.output.sizes import size_text
 
 _LABEL_SHOWN = 20
 """Characters of a model's label in a table: all of any preset's name."""

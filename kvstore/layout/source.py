@@ -11,8 +11,8 @@ from typing import Any
 
 from kvstore.errors import MOST_SHOWN, ConfigError, brief
 from kvstore.layout.models import layout_of
+from kvstore.layout.presets import PRESETS
 from kvstore.layout.values import Layout
-from kvstore.presets import PRESETS
 
 Dtype = str | Mapping[str, str] | None
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.hash import as_tokens
+from kvstore.identity.hash import as_tokens
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import DiskTable, open_tables
 from kvstore.reference.entries import PageReader

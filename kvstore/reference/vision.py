@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvstore.block import ImageSpan
+from kvstore.identity.block import ImageSpan
 from kvstore.reference.weights import VisionWeights
 
 PREPROCESSING = b"kvstore.reference.vision.1"

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from kvstore.index import NEVER
+from kvstore.index.prefix_tree import NEVER
 from kvstore.policy.protocol import Policy
 from kvstore.policy.queues import S3Fifo, Slru
 from kvstore.policy.registry import make_policy

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvstore import plan
+from kvstore.index import plan
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import LRU, OPTIMAL, SHARES, WORTH_CHANGING, choose, smallest
 from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
+from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.sizes import Size
-from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.columns import Ints, Trace
 from kvstore.trace.paths import links_of, paths_of
 

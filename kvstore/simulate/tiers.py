@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 from typing_extensions import override
 
-from kvstore import plan
-from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.index import PrefixIndex, Segment
+from kvstore.identity.block import KEY_BYTES, BlockKey
+from kvstore.index import plan
+from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import make_policy
 from kvstore.trace.chained import parents

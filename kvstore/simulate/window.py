@@ -1,6 +1,6 @@
 """The window pool of a trace: whose last tokens are at hand, and who has to run them again.
 
-The rules are those of ``kvstore.window.WindowPool``, on sizes alone; ``tests/simulate`` compares the
+The rules are those of ``kvstore.tier.window.WindowPool``, on sizes alone; ``tests/simulate`` compares the
 two after each request.
 """
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.codec import codec_for
 from kvstore.codec.arrays import check_plain
 from kvstore.errors import CapacityError, ConfigError, brief
-from kvstore.frame import Frames, Wave
+from kvstore.frame.format import Frames, Wave
 from kvstore.layout import LayerGroup
 
 

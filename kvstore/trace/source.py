@@ -17,7 +17,7 @@ import zstandard
 from typing_extensions import override
 
 from kvstore.errors import TraceError
-from kvstore.files import PUBLIC, written
+from kvstore.output.files import PUBLIC, written
 
 WINDOW_BYTES = 1 << 27
 """Largest zstd window that is accepted: what ``zstd --long=27`` writes, its decoder's own limit."""

@@ -1,5 +1,5 @@
 /* Reading frames: from the file to where their payloads go, each verified on the way. What makes a
- * frame good is kvstore/frame.py's to say; this is the same, for many at once. */
+ * frame good is kvstore/frame/format.py's to say; this is the same, for many at once. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 
 #include "codec.h"

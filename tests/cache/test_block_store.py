@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreBusy, StoreError, admin  # noqa: F401 - scripts below take names from here
-from kvstore.cache import keys as keys_module
-from kvstore.cache.keyed import KeyedBlocks
-from kvstore.cache.keys import keys_root, named
-from kvstore.frame import FrameFormat, Header
-from kvstore.opening import format_text
+from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreBusy, StoreError  # noqa: F401 - scripts below take names from here
+from kvstore.admin import inspect as admin
+from kvstore.blocks import keys as keys_module
+from kvstore.blocks.keyed import KeyedBlocks
+from kvstore.blocks.keys import keys_root, named
+from kvstore.frame.format import FrameFormat, Header
+from kvstore.store.opening import format_text
 from tests.stores import open_cache
 
 SIZE = 5000
@@ -383,7 +384,7 @@ print("fine")
 def test_a_child_forked_while_threads_use_the_store_can_open_it(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, pathlib, threading
-from kvstore.tier import ssd
+from kvstore.tier.ssd import tier as ssd
 from tests.cache.test_block_store import *
 path = pathlib.Path(sys.argv[1])
 store = open_store(path); put(store, ["k"])
@@ -888,7 +889,7 @@ def test_the_format_of_a_keyed_block_is_as_documented() -> None:
 
 def test_the_environment_is_not_asked(tmp_path: Path) -> None:
     """Keys mean the same in every process, whatever Python's hash seed."""
-    code = "from kvstore.cache.keys import keys_root, named; print(named('k', 256, keys_root(None)).hash.hex())"
+    code = "from kvstore.blocks.keys import keys_root, named; print(named('k', 256, keys_root(None)).hash.hex())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -33,12 +33,12 @@ from kvstore import (
     StoreError,
     WindowSnapshot,
 )
-from kvstore.block import KEY_BYTES
 from kvstore.cache.scope import Scope
-from kvstore.host import is_tensor
-from kvstore.tier import directory
-from kvstore.tier import ssd as ssd_module
-from kvstore.transfer import Writer
+from kvstore.codec.host import is_tensor
+from kvstore.identity.block import KEY_BYTES
+from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import tier as ssd_module
+from kvstore.transfer.threads import Writer
 from tests.builders import Clock, snapshot_of
 from tests.stores import (
     BLOCK,
@@ -857,7 +857,7 @@ def test_a_damaged_generation_is_an_error_and_leaves_nothing_open(
     ids=lambda text: text[:20],
 )
 def test_a_damaged_version_file_is_an_error_of_ours(tmp_path: Path, text: str) -> None:
-    from kvstore.admin import store_stats
+    from kvstore.admin.inspect import store_stats
 
     path = tmp_path / "s"
     open_cache(path).close()

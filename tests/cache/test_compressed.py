@@ -19,15 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore import ConfigError, LayerGroup, Layout, LayoutMismatch, PrefixCache, StoreError, admin
-from kvstore import upkeep as upkeep_of
-from kvstore.archive import export_store, import_store
-from kvstore.block import BlockHash, BlockKey
-from kvstore.cache.integrity import frame_fault
-from kvstore.cli import main
+from kvstore import ConfigError, LayerGroup, Layout, LayoutMismatch, PrefixCache, StoreError
+from kvstore.admin import inspect as admin
+from kvstore.admin import upkeep as upkeep_of
+from kvstore.admin.archive import export_store, import_store
+from kvstore.cli.main import main
 from kvstore.codec import native
-from kvstore.frame import FrameFormat, Frames, Header
-from kvstore.packing import CompressedFormat, Packing, PackingFormat
+from kvstore.frame.at_rest import CompressedFormat, Packing, PackingFormat
+from kvstore.frame.format import FrameFormat, Frames, Header
+from kvstore.identity.block import BlockHash, BlockKey
+from kvstore.store.integrity import frame_fault
 from tests.stores import DENSE, NAMESPACE, owned, tokens_of
 
 BLOCK = 64

@@ -11,7 +11,7 @@ import torch
 
 from kvstore import ConfigError, Layout, PinnedPages
 from kvstore.codec import codec_for
-from kvstore.frame import FrameFormat
+from kvstore.frame.format import FrameFormat
 from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, owned, paged, tokens_of
 
 LAYOUTS = pytest.mark.parametrize("layout", [DENSE, WINDOWED], ids=["dense", "windowed"])

@@ -18,9 +18,10 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreError, upkeep
-from kvstore.frame import FrameFormat
-from kvstore.tier.ssd import SsdTier
+from kvstore import BlockStore, ConfigError, LayoutMismatch, StoreError
+from kvstore.admin import upkeep
+from kvstore.frame.format import FrameFormat
+from kvstore.tier.ssd.tier import SsdTier
 from tests.stores import (
     BLOCK,
     DENSE,

@@ -16,7 +16,7 @@ import lmdb
 import pytest
 
 from kvstore import PrefixCache, StoreError
-from kvstore.cache.owner import FULL_RETRIES, RETRY_EVICTION_BLOCKS
+from kvstore.store.writer import FULL_RETRIES, RETRY_EVICTION_BLOCKS
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
 PROMPT = 4 * BLOCK

@@ -27,7 +27,7 @@ from kvstore import (
 from kvstore.cache import jobs
 from kvstore.cache.shared import SharedTiers
 from kvstore.codec import codec_for
-from kvstore.frame import FrameFormat
+from kvstore.frame.format import FrameFormat
 from kvstore.tier.paged import PagedEntries
 from tests.stores import (
     BLOCK,

@@ -17,12 +17,12 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore import BlockStore, ConfigError, Namespace, PrefixCache, StoreError
-from kvstore.archive import export_store, import_store
-from kvstore.cache import generations
-from kvstore.cache.namespaces import LAST_NUMBER, namespace_facts
+from kvstore.admin.archive import export_store, import_store
 from kvstore.cache.scope import Scope
-from kvstore.cli import main
-from kvstore.tier.ssd import SsdTier
+from kvstore.cli.main import main
+from kvstore.store import generations
+from kvstore.store.namespaces import LAST_NUMBER, namespace_facts
+from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
@@ -256,7 +256,7 @@ def test_a_number_is_not_given_out_while_a_failed_delete_names_it(
 def test_a_number_is_not_given_out_while_a_queued_block_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.LINGER_SECONDS", 60.0)
+    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)
     with open_cache(tmp_path / "s") as cache:
         first = put(cache.scope(tenant(1)), 1)
         owned(cache).namespaces._last = 0

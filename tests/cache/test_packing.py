@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import ConfigError, LayerGroup, Layout, LayoutMismatch, PrefixCache, Stored
-from kvstore.block import BlockHash, BlockKey
-from kvstore.cli import main
+from kvstore.cli.main import main
 from kvstore.codec import packed
-from kvstore.frame import FrameFormat, Header
-from kvstore.metrics import error_bucket
-from kvstore.packing import Packing, PackingFormat, frames_of, packed_layout
-from kvstore.tier.records import Record
+from kvstore.frame.at_rest import Packing, PackingFormat, frames_of, packed_layout
+from kvstore.frame.format import FrameFormat, Header
+from kvstore.identity.block import BlockHash, BlockKey
+from kvstore.store.metrics import error_bucket
+from kvstore.tier.ssd.records import Record
 from tests.stores import BLOCK, DENSE, NAMESPACE, owned, tokens_of
 
 FORMATS = {"k": "nvfp4", "v": "mxfp4"}

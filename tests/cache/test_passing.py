@@ -17,9 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore import BlockStore, PrefixCache, StoreError
-from kvstore.cache.owner import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
-from kvstore.cli import main
-from kvstore.tier.ssd import MEDIUM_ERRORS, SsdTier, passes
+from kvstore.cli.main import main
+from kvstore.store.writer import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
+from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier, passes
 from tests.builders import Clock
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 
@@ -216,8 +216,8 @@ def test_a_look_of_a_reader_that_fails_is_no_corrupt_block(
 def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    from kvstore.admin import verify_store
-    from kvstore.cache.scrub import Scrubber
+    from kvstore.admin.inspect import verify_store
+    from kvstore.store.scrub import Scrubber
 
     path = tmp_path / "s"
     with open_cache(path) as cache:

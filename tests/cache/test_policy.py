@@ -12,12 +12,12 @@ import pytest
 from typing_extensions import override
 
 from kvstore import ConfigError, PrefixCache
-from kvstore.block import KEY_BYTES, BlockKey
-from kvstore.cache import owner
-from kvstore.index import PrefixIndex, Segment
+from kvstore.identity.block import KEY_BYTES, BlockKey
+from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.guarded import METHODS, Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.store import writer as owner
 from tests.builders import path_of
 from tests.cache.test_quota import hit, put, tenant
 from tests.simulate.support import Prefix, grown_paths
@@ -233,7 +233,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(owner.OwnedSsd, "_cap", limit)
-    monkeypatch.setattr("kvstore.transfer.LINGER_SECONDS", 60.0)  # a flush ends the wait
+    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)  # a flush ends the wait
 
 
 @pytest.mark.usefixtures("exact")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvstore import ConfigError, Layout, Pages, PrefixCache
-from kvstore.block import BlockKey
 from kvstore.cache import jobs, reading
-from kvstore.frame import FrameFormat
-from kvstore.tier.ssd import ReadResult, SsdTier
+from kvstore.frame.format import FrameFormat
+from kvstore.identity.block import BlockKey
+from kvstore.tier.ssd.tier import ReadResult, SsdTier
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -41,8 +41,8 @@ def by_block(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every layer a wave of its own."""
-    monkeypatch.setattr("kvstore.frame.WAVE_BYTES", 1)
-    monkeypatch.setattr("kvstore.frame.WAVE_BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.format.WAVE_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.format.WAVE_BLOCK_BYTES", 1)
 
 
 def kept(cache: PrefixCache, layout: Layout = DENSE, blocks: int = BLOCKS) -> Any:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.block import BlockKey
-from kvstore.cache.rebuild import rebuild
-from kvstore.index import NEVER, PrefixIndex, Segment
+from kvstore.identity.block import BlockKey
+from kvstore.index.prefix_tree import NEVER, PrefixIndex, Segment
 from kvstore.policy.lru import Lru
-from kvstore.tier.records import Record, Records
+from kvstore.store.rebuild import rebuild
+from kvstore.tier.ssd.records import Record, Records
 
 Found = tuple[list[object], list[BlockKey]]
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore import BlockStore, ConfigError, PrefixCache
-from kvstore.archive import export_store, import_store
+from kvstore.admin.archive import export_store, import_store
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 
 CAP = 9 << 19

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import BlockStore, ConfigError
-from kvstore.cache import scrub
-from kvstore.cache.keys import keys_root
-from kvstore.cache.scrub import PASS_SECONDS, RETRY_SECONDS, Scrubber, TokenBucket
-from kvstore.frame import FrameFormat
-from kvstore.tier.direct import DirectFile
+from kvstore.blocks.keys import keys_root
+from kvstore.frame.format import FrameFormat
+from kvstore.store import scrub
+from kvstore.store.scrub import PASS_SECONDS, RETRY_SECONDS, Scrubber, TokenBucket
+from kvstore.tier.ssd.direct import DirectFile
 from tests.cache.test_faults import flip, payload_place
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 

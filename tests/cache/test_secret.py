@@ -27,16 +27,16 @@ from kvstore import (
     StoreBusy,
     StoreError,
     WindowSnapshot,
-    admin,
-    upkeep,
 )
-from kvstore.archive import export_store, import_store
-from kvstore.block import KEY_BYTES
-from kvstore.cache.keys import keys_root
-from kvstore.cache.scrub import Scrubber
-from kvstore.cli import main
-from kvstore.hash import as_tokens, block_hashes, namespace_digest, secret_fingerprint
-from kvstore.tier import directory
+from kvstore.admin import inspect as admin
+from kvstore.admin import upkeep
+from kvstore.admin.archive import export_store, import_store
+from kvstore.blocks.keys import keys_root
+from kvstore.cli.main import main
+from kvstore.identity.block import KEY_BYTES
+from kvstore.identity.hash import as_tokens, block_hashes, namespace_digest, secret_fingerprint
+from kvstore.store.scrub import Scrubber
+from kvstore.tier.ssd import directory
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -464,7 +464,7 @@ def test_who_waits_for_a_store_that_another_process_never_makes_is_told(
     path.mkdir(mode=0o700)
     lock = directory.try_lock(path)
     assert lock is not None
-    monkeypatch.setattr("kvstore.opening.BIRTH_SECONDS", 0.1)
+    monkeypatch.setattr("kvstore.store.opening.BIRTH_SECONDS", 0.1)
     with pytest.raises(StoreBusy, match="is owned by process"):
         open_secret(path)
     os.close(lock)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import ConfigError, PrefixCache, ReplayRequest, WindowSnapshot
-from kvstore.frame import FrameFormat
+from kvstore.frame.format import FrameFormat
 from tests.cache.test_contract import Clock
 from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, tokens_of
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore import fp4
-from kvstore.block import BlockHash
 from kvstore.codec import native
-from kvstore.frame import FrameFormat, Header
+from kvstore.frame.format import FrameFormat, Header
+from kvstore.identity.block import BlockHash
 from kvstore.layout import FORMATS, SCALE_RULES
 from tests.builders import random_entries, random_tokens
 from tests.strided import REDZONE, place, rest_of, strided

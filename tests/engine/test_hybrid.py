@@ -32,8 +32,8 @@ from kvstore.engine.transformers import (
 )
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.layout import Lifetime
-from kvstore.tier.ssd import Put
-from kvstore.window import POISON
+from kvstore.tier.ssd.tier import Put
+from kvstore.tier.window import POISON
 from tests.engine import hybrids
 from tests.engine.hybrids import BLOCK, KINDS, WINDOW, hybrid_model, open_cache, prompt
 from tests.engine.tiny import tiny_model

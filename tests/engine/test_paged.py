@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import ConfigError
-from kvstore.block import BlockHash, ImageSpan
 from kvstore.engine.paged import (
     Hints,
     Saving,
@@ -26,7 +25,8 @@ from kvstore.engine.paged import (
     shard_of,
     window_boundaries,
 )
-from kvstore.hash import block_hashes
+from kvstore.identity.block import BlockHash, ImageSpan
+from kvstore.identity.hash import block_hashes
 
 B = 128
 

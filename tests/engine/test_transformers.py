@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaForCausalLM
 
 import kvstore
+from kvstore.cli.demo import default_text
 from kvstore.codec import codec_for
-from kvstore.demo import default_text
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import (
     CausalModel,
@@ -26,8 +26,8 @@ from kvstore.engine.transformers import (
     open_adapter,
 )
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.frame import FrameFormat, head_sum
-from kvstore.tier.ssd import Put
+from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.tier.ssd.tier import Put
 from tests.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 BLOCK = 16

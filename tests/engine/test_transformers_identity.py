@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import kvstore
-from kvstore.engine.identity import SAMPLES, WHOLE, ModelIdentity
+from kvstore.engine.model_digest import SAMPLES, WHOLE, ModelIdentity
 from kvstore.engine.rope import RopeTables
 from kvstore.engine.transformers import (
     CausalModel,
@@ -726,7 +726,7 @@ def test_running_changes_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_an_unchanged_model_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.engine import identity as module
+    from kvstore.engine import model_digest as module
 
     read: list[str] = []
     honest = module._content
@@ -752,7 +752,7 @@ def test_an_unchanged_model_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_a_given_name_stands_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.engine import identity as module
+    from kvstore.engine import model_digest as module
 
     monkeypatch.setattr(module, "_content", None)
     assert ModelIdentity(tiny_model(), "mine").weights() == "mine"

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.archive import ARCHIVE_VERSION, export_store
-from kvstore.block import BlockHash
-from kvstore.frame import FORMAT_VERSION, Header
+from kvstore.admin.archive import ARCHIVE_VERSION, export_store
+from kvstore.frame.at_rest import Packing, frames_of
+from kvstore.frame.format import FORMAT_VERSION, Header
+from kvstore.identity.block import BlockHash
 from kvstore.layout import LayerGroup, Layout
-from kvstore.packing import Packing, frames_of
 from tests.builders import mixed_layout, tiny_layout
 from tests.stores import BLOCK, WINDOWED, entries_of, open_cache
 

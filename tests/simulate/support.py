@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.block import KEY_BYTES
-from kvstore.index import PrefixIndex
+from kvstore.identity.block import KEY_BYTES
+from kvstore.index.prefix_tree import PrefixIndex
 from kvstore.policy.protocol import Policy
 from kvstore.trace.columns import Trace, ends
 from tests.builders import path_of

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.plan import request_blocks
+from kvstore.index.plan import request_blocks
 from kvstore.policy.registry import make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
+from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.sizes import Size
-from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import paths_of
 from tests.simulate.support import trace_of
 

@@ -13,8 +13,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from typing_extensions import override
 
-from kvstore import cli
-from kvstore.simulate.page import simulation_page
+from kvstore.cli import main as cli
+from kvstore.simulate.html_report import simulation_page
 from tests.simulate.browser import Browser, browser
 from tests.simulate.support import grown_paths, trace_of
 

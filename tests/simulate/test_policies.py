@@ -14,8 +14,8 @@ from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.curve import lru_curve
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
+from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
-from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import links_of, paths_of
 from tests.simulate.support import (
     Driven,

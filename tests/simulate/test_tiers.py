@@ -7,11 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvstore.plan import request_blocks
+from kvstore.index.plan import request_blocks
 from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
-from kvstore.simulate.tree import Rows, simulate_policy
 from kvstore.trace.paths import paths_of
 from tests.simulate.support import grown_paths, trace_of
 from tests.simulate.tiers_model import RANKS, Exclusive, Inclusive

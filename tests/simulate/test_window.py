@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.block import BlockHash
+from kvstore.identity.block import BlockHash
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.window import (
     Pool,
@@ -18,8 +18,8 @@ from kvstore.simulate.window import (
     simulate_windows,
     window_report,
 )
+from kvstore.tier.window import WindowPool
 from kvstore.trace.columns import SECOND, Trace
-from kvstore.window import WindowPool
 from tests.builders import Clock, snapshot_of, windowed_layout
 from tests.simulate.support import grown_paths, trace_of
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import BlockKey
-from kvstore.tier import tree
-from kvstore.tier.records import RECORD_BYTES, Record, Records
+from kvstore.identity.block import BlockKey
+from kvstore.tier.ssd import btree as tree
+from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records
 
 BYTES_16 = st.binary(min_size=16, max_size=16)
 

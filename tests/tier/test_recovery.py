@@ -17,8 +17,9 @@ import lmdb
 import pytest
 
 from kvstore import ConfigError, StoreError
-from kvstore.tier import directory, tree
-from kvstore.tier import ssd as ssd_module
+from kvstore.tier.ssd import btree as tree
+from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import tier as ssd_module
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(6 * BLOCK + 1)

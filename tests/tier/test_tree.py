@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.tier import tree
+from kvstore.tier.ssd import btree as tree
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import lmdb
 
 from kvstore import KVStoreError
-from kvstore.frame import FrameFormat, Places
+from kvstore.frame.format import FrameFormat, Places
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, Promise, Prompt, check, prompts, read_check, still_works
 from tests.torture.runner import Case, Death, Finding, Kind, in_child

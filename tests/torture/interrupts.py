@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import BlockStore, PrefixCache, admin, upkeep
-from kvstore.archive import export_store, import_store
+from kvstore import BlockStore, PrefixCache
+from kvstore.admin import inspect as admin
+from kvstore.admin import upkeep
+from kvstore.admin.archive import export_store, import_store
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, blocks_of, prompts, read_check, store
 from tests.torture.runner import Case, Finding, Kind

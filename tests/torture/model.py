@@ -31,9 +31,9 @@ from kvstore import (
     StoreError,
     WindowSnapshot,
 )
-from kvstore.cache.namespaces import namespace_facts
 from kvstore.cache.scope import Scope
-from kvstore.tier.ssd import usage_of
+from kvstore.store.namespaces import namespace_facts
+from kvstore.tier.ssd.tier import usage_of
 from tests.builders import Clock
 from tests.stores import BLOCK, WINDOWED, entries_of, open_cache, owned
 from tests.torture.runner import Case, Finding, Kind

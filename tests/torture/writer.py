@@ -14,8 +14,9 @@ from unittest import mock
 
 import lmdb
 
-from kvstore import KVStoreError, PrefixCache, transfer
-from kvstore.block import BlockKey
+from kvstore import KVStoreError, PrefixCache
+from kvstore.identity.block import BlockKey
+from kvstore.transfer import threads as transfer
 from tests.stores import BLOCK, open_cache
 from tests.torture.prompts import LAYOUT, Prompt, blocks_of, keys_of, store
 

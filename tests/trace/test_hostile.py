@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import cli
+from kvstore.cli import main as cli
 from kvstore.errors import TraceError
 from kvstore.simulate.run import Simulation
 from kvstore.trace.anonymise import anonymise

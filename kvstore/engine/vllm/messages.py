@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 import kvstore
-from kvstore.block import ImageSpan
 from kvstore.engine.paged import Hints
+from kvstore.identity.block import ImageSpan
 
 BlockIds = tuple[tuple[int, ...], ...]
 """A request's block table: ids of the engine's blocks, by KV cache group."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 import kvstore
-from kvstore.block import ImageSpan
 from kvstore.cache import Scope
 from kvstore.engine.paged import (
     Hints,
@@ -33,6 +32,7 @@ from kvstore.engine.vllm.images import Images
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
+from kvstore.identity.block import ImageSpan
 
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""

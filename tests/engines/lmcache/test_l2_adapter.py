@@ -37,7 +37,7 @@ from kvstore.engine.lmcache import (
     decode_key,
     encode_key,
 )
-from kvstore.transfer import TaskThread
+from kvstore.transfer.threads import TaskThread
 from tests.engines.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from kvstore.block import BlockKey
 from kvstore.engine.vllm.messages import StepPlan, Work
-from kvstore.frame import FrameFormat, head_sum
-from kvstore.tier.ssd import Put, SsdTier
+from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.identity.block import BlockKey
+from kvstore.tier.ssd.tier import Put, SsdTier
 from tests.engines.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
 from tests.stores import owned
 

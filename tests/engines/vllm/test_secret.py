@@ -11,7 +11,7 @@ from tests.engines import require
 
 require.engine("vllm", "vllm", "tests.engines.vllm.engine")
 
-from kvstore.block import KEY_BYTES, BlockKey
+from kvstore.identity.block import KEY_BYTES, BlockKey
 from tests.engines.vllm.engine import BLOCK, ask, connectors, engine, forget, prompt, save_model
 from tests.stores import owned
 

@@ -182,11 +182,11 @@ def test_lines_appear_as_vllm_writes_its_own(monkeypatch: pytest.MonkeyPatch) ->
     vllm.setLevel(logging.INFO)
     for _ in range(2):  # a scheduler's connector and a worker's, in one process
         faults.log_as_vllm()
-    logging.getLogger("kvstore.tier.ssd").info("opened")
+    logging.getLogger("kvstore.tier.ssd.tier").info("opened")
     root = Lines()
     logging.root.addHandler(root)
     faults.log.error("lost")
-    assert theirs.lines == ["INFO [kvstore.tier.ssd] opened", "ERROR [kvstore.vllm] lost"]
+    assert theirs.lines == ["INFO [kvstore.tier.ssd.tier] opened", "ERROR [kvstore.vllm] lost"]
     assert not root.lines
 
 

@@ -1,0 +1,148 @@
+"""Blocks that their callers name: a key in place of token ids, and otherwise a block like any.
+
+A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's
+key, so a frame holds the whole key and a read compares it, byte for byte. docs/format.md, section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ConfigError
+from kvstore.frame.format import FrameFormat
+from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
+from kvstore.identity.hash import block_hash, root_digest
+from kvstore.layout import LayerGroup, Layout
+
+Key = bytes | str
+"""A caller's key. A text stands for its UTF-8 bytes."""
+
+KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
+"""The one namespace of their blocks."""
+GROUP = "block"
+"""Name of the one group."""
+KEY_BYTES_LIMIT = 4096
+"""Longest key that a store may be made for: each block carries room for it."""
+
+
+def keys_root(secret: bytes | None) -> BlockHash:
+    """Return what a block without a parent hangs on, and what every key is hashed under."""
+    return root_digest(b"kvstore.keys.1", secret)
+
+
+def key_words(key_bytes: int) -> int:
+    """Return the 32-bit words that hold a key of up to ``key_bytes`` bytes with its length."""
+    return 1 + -(-key_bytes // 4)
+
+
+def keyed_format(block_bytes: int, key_bytes: int) -> FrameFormat:
+    """Return the frame of blocks of ``block_bytes`` under keys of up to ``key_bytes`` bytes.
+
+    Raises:
+        ConfigError: if either is not a positive integer, or the key is longer than frames allow.
+    """
+    for name, value, limit in (
+        ("block_bytes", block_bytes, 2**31),
+        ("key_bytes", key_bytes, KEY_BYTES_LIMIT),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            msg = f"{name} must be an integer in [1, {limit}], found {value!r}"
+            raise ConfigError(msg)
+    words = key_words(key_bytes)
+    group = LayerGroup(
+        name=GROUP, layers=(0,), values=block_bytes, entry_format="u8", tokens_per_entry=words
+    )
+    return FrameFormat(Layout(model="keyed blocks", groups=(group,)), words)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlock:
+    """A block's name: the caller's key as words, and what follows from it."""
+
+    words: NDArray[np.uint32]
+    hash: BlockHash
+
+    @property
+    def key(self) -> BlockKey:
+        """What tier and index know it by."""
+        return block_key(self.hash)
+
+
+def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
+    """Return the name of the block that a caller calls ``key``, under its store's ``keys_root``.
+
+    Raises:
+        ValueError: if it is neither bytes nor text, or too long.
+    """
+    given: object = key
+    if isinstance(given, str):
+        data = given.encode("utf-8", "surrogatepass")
+    elif isinstance(given, bytes):
+        data = given
+    else:
+        msg = f"a key must be bytes or str, found {type(given).__name__}"
+        raise ValueError(msg)
+    if len(data) > key_bytes:
+        msg = (
+            f"a key has {len(data)} bytes, expected at most {key_bytes}; hash long keys, or open "
+            "a store with a larger key_bytes"
+        )
+        raise ValueError(msg)
+    raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
+    ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
+    return NamedBlock(ids, block_hash(root, raw))
+
+
+def key_of(words: NDArray[np.uint32]) -> bytes:
+    """Return the caller's key that ``named`` wrote down as words."""
+    return words[1:].astype("<u4").tobytes()[: int(words[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChain:
+    """Named blocks, each the child of the one before it, below blocks of which the keys suffice."""
+
+    root: BlockHash
+    """The one root of all keyed blocks of a store."""
+    above: bytes
+    """Keys of the blocks over them, end to end."""
+    parent: BlockHash
+    """Hash of the last of those, the root's if there is none."""
+    blocks: Sequence[NamedBlock]
+    path: bytes = field(default=b"", init=False)
+    """Keys of all blocks from the root on, end to end."""
+
+    def __post_init__(self) -> None:
+        """Join the keys, once."""
+        keys = [block.key for block in self.blocks]
+        object.__setattr__(self, "path", self.above + b"".join(keys))
+
+    @property
+    def first(self) -> int:
+        """Number of the first of ``blocks``."""
+        return len(self.above) // KEY_BYTES
+
+    def block(self, number: int) -> NamedBlock:
+        """Block ``number``, counted from the root."""
+        return self.blocks[number - self.first]
+
+    def key(self, number: int) -> BlockKey:
+        """Key of block ``number``."""
+        return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+
+    def hash_of(self, number: int) -> BlockHash:
+        """Hash of block ``number``, which must be one of ``blocks``."""
+        return self.block(number).hash
+
+    def parent_hash(self, number: int) -> BlockHash:
+        """Hash of what block ``number``, one of ``blocks``, hangs on."""
+        return self.block(number - 1).hash if number > self.first else self.parent
+
+    def has_images(self, number: int) -> bool:  # noqa: ARG002 - a chain's question
+        """Say that no image touches it."""
+        return False

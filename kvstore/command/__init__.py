@@ -1,1 +1,0 @@
-"""Commands that have a module of their own, and what all commands share."""

@@ -1,0 +1,102 @@
+"""What is stored together: a chain of blocks, and a request's tokens as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan
+from kvstore.identity.hash import HashRun
+
+
+class Chain(Protocol):
+    """Blocks from a root on, each the child of the one before it."""
+
+    @property
+    def root(self) -> BlockHash:
+        """What the first block hangs on, and whose blocks they are."""
+
+    @property
+    def path(self) -> bytes:
+        """Keys of its blocks, end to end: what an index matches."""
+
+    def key(self, number: int) -> BlockKey:
+        """Key of block ``number``."""
+
+    def hash_of(self, number: int) -> BlockHash:
+        """Hash of block ``number``."""
+
+    def parent_hash(self, number: int) -> BlockHash:
+        """Hash of the block before ``number``, the root's for the first."""
+
+    def has_images(self, number: int) -> bool:
+        """Say whether an image touches block ``number``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A request's tokens with the identity of every whole block of them."""
+
+    root: BlockHash
+    tokens: NDArray[np.uint32]
+    hashes: HashRun
+    images: Sequence[ImageSpan]
+    block_tokens: int
+    path: bytes = field(default=b"", init=False)
+    """Keys of its blocks, end to end: what an index matches."""
+
+    def __post_init__(self) -> None:
+        """Cut the hashes down to keys, once."""
+        object.__setattr__(self, "path", self.hashes.prefixes(KEY_BYTES))
+
+    def cut(self, blocks: int) -> Prefix:
+        """Return the first ``blocks`` blocks of it, and no token behind them."""
+        tokens = self.tokens[: blocks * self.block_tokens]
+        if len(tokens) == len(self.tokens):
+            return self
+        return replace(self, tokens=tokens, hashes=self.hashes[:blocks])
+
+    def key(self, number: int) -> BlockKey:
+        """Key of block ``number``."""
+        return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+
+    def keys(self, first: int, stop: int) -> list[BlockKey]:
+        """Keys of blocks ``[first, stop)``."""
+        path = self.path
+        return [
+            BlockKey(path[at : at + KEY_BYTES])
+            for at in range(first * KEY_BYTES, stop * KEY_BYTES, KEY_BYTES)
+        ]
+
+    def hash_of(self, number: int) -> BlockHash:
+        """Hash of block ``number``."""
+        return self.hashes[number]
+
+    def parent_hash(self, number: int) -> BlockHash:
+        """Hash of the block before ``number``, the root's for the first."""
+        return self.hashes[number - 1] if number else self.root
+
+    def hash_at(self, tokens: int) -> BlockHash:
+        """Hash of the prefix that ends at a block boundary."""
+        return self.parent_hash(tokens // self.block_tokens)
+
+    def block_ids(self, number: int) -> NDArray[np.uint32]:
+        """Token ids of block ``number``."""
+        return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
+
+    def run_of_hashes(self, first: int, count: int) -> bytes:
+        """Hash of the parent of block ``first``, then of it and the blocks behind it, end to end."""
+        return self.parent_hash(first) + self.hashes[first : first + count].joined
+
+    def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:
+        """Token ids of ``count`` blocks from ``first`` on."""
+        return self.tokens[first * self.block_tokens : (first + count) * self.block_tokens]
+
+    def has_images(self, number: int) -> bool:
+        """Say whether an image touches block ``number``."""
+        start, stop = number * self.block_tokens, (number + 1) * self.block_tokens
+        return any(image.start < stop and image.stop > start for image in self.images)

@@ -1,0 +1,261 @@
+"""The window pool: host memory for window KV, kept for minutes and never written anywhere.
+
+Its entries are ``WindowSnapshot`` values under the hash of the prefix they end. The pool knows no
+tier, and no tier knows it: window KV has no way to a disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codec.host import on_host
+from kvstore.errors import brief
+from kvstore.identity.block import BlockHash
+from kvstore.layout import Layout
+from kvstore.layout.replay import WindowSnapshot
+
+POISON = 0xFF
+"""Byte that freed rows are filled with in debug mode: NaN in every float format that rows have."""
+
+
+@dataclass(slots=True)
+class _Held:
+    snapshot: WindowSnapshot
+    owner: BlockHash
+    size: int
+    expires: float
+    pins: int = 0
+    is_used: bool = False
+    """Whether any hit has used it."""
+    is_doomed: bool = False
+    """Dropped while pinned: freed with the last pin."""
+
+
+class WindowPool:
+    """Window snapshots in host memory: a cap in bytes, a time to live, least recent out first.
+
+    Invariants:
+        ``used_bytes`` equals the sizes of all snapshots held and never exceeds ``capacity_bytes``.
+        A pinned snapshot stays readable until its last pin goes.
+
+    Threads: none of its own; the cache's lock serialises every call.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        capacity_bytes: int,
+        ttl_seconds: float,
+        rows: int,
+        clock: Callable[[], float],
+        poison_on_free: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.capacity_bytes = capacity_bytes
+        self.ttl_seconds = ttl_seconds
+        self.rows = rows
+        """Most rows kept of a snapshot; the older ones are cut off, at a whole entry."""
+        self.used_bytes = 0
+        self._cut = math.lcm(*(group.tokens_per_entry for group in layout.window_groups))
+        self._clock = clock
+        self._poison_on_free = poison_on_free
+        self._held: OrderedDict[BlockHash, _Held] = OrderedDict()  # least recently used first
+        self._pinned: dict[int, _Held] = {}  # by identity of the snapshot handed out
+        self.evicted = 0
+        self.expired = 0
+        self.refused = 0
+        """Windows that did not fit beside what is pinned, or at all."""
+        self.evicted_unused = 0
+        """Windows evicted or expired before any hit used them."""
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of one whole snapshot: the least capacity with which the pool holds any."""
+        rows = -(-self.rows // self._cut) * self._cut
+        return sum(
+            len(group.layers) * (rows // group.tokens_per_entry) * group.entry_bytes
+            for group in self.layout.window_groups
+        )
+
+    @property
+    def is_too_small(self) -> bool:
+        """Say whether no whole snapshot fits, so that lookups which need a window find none."""
+        return self.capacity_bytes < self.snapshot_bytes
+
+    def __len__(self) -> int:
+        """How many snapshots are held."""
+        return len(self._held)
+
+    def put(
+        self,
+        key: BlockHash,
+        snapshot: WindowSnapshot,
+        *,
+        owner: BlockHash,
+        is_replayed: bool = False,
+    ) -> bool:
+        """Keep a copy of ``snapshot`` as the window that ends the prefix ``key`` of ``owner``.
+
+        Returns False when it was not kept: a replayed one never replaces one that is there, and
+        one larger than what pins leave free does not fit. Then the pool is as it was before.
+        """
+        self.expire()
+        present = self._held.get(key)
+        if present is not None and is_replayed:
+            return False
+        older = max(0, snapshot.stop - self.rows - snapshot.start)
+        first = snapshot.start + older // self._cut * self._cut
+        rows = {}
+        for group in self.layout.window_groups:
+            skip = (first - snapshot.start) // group.tokens_per_entry
+            source = _rows_on_host(group.name, snapshot.rows[group.name])
+            rows[group.name] = np.array(source[:, skip:], np.uint8, order="C")
+        size = sum(array.nbytes for array in rows.values())
+        if size > self._obtainable_bytes():
+            self.refused += 1
+            return False
+        if present is not None:
+            self._drop(key, present)
+        self._make_room(size)
+        kept = WindowSnapshot(first, snapshot.stop, rows, "replay" if is_replayed else "pool")
+        self._held[key] = _Held(kept, owner, size, self._clock() + self.ttl_seconds)
+        self.used_bytes += size
+        return True
+
+    def peek(self, key: BlockHash) -> WindowSnapshot | None:
+        """Return the snapshot that ends ``key``, without making it recent."""
+        held = self._held.get(key)
+        if held is None or held.expires <= self._clock():
+            return None
+        return held.snapshot
+
+    def pin(self, key: BlockHash) -> WindowSnapshot | None:
+        """Return the snapshot that ends ``key``, recent and protected until ``unpin``."""
+        if self.peek(key) is None:
+            return None
+        held = self._held[key]
+        held.pins += 1
+        held.is_used = True
+        self._held.move_to_end(key)
+        self._pinned.setdefault(id(held.snapshot), held)
+        return held.snapshot
+
+    def unpin(self, snapshot: WindowSnapshot) -> None:
+        """Give back one pin of a snapshot that ``pin`` returned."""
+        held = self._pinned[id(snapshot)]
+        held.pins -= 1
+        if not held.pins:
+            del self._pinned[id(snapshot)]
+            if held.is_doomed:
+                self._free(held)
+
+    def expire(self) -> None:
+        """Drop every snapshot whose time is up."""
+        now = self._clock()
+        for key, held in [item for item in self._held.items() if item[1].expires <= now]:
+            self._drop(key, held)
+            self.expired += 1
+            self.evicted_unused += not held.is_used
+
+    def keys(self) -> frozenset[BlockHash]:
+        """Return the prefixes whose window is here, for those who decide in another process."""
+        self.expire()
+        return frozenset(self._held)
+
+    def clear(self, owner: BlockHash) -> None:
+        """Drop every snapshot of one namespace."""
+        for key, held in [item for item in self._held.items() if item[1].owner == owner]:
+            self._drop(key, held)
+
+    def stats(self) -> dict[str, int]:
+        """Return sizes and counts as plain JSON values."""
+        return {
+            "snapshots": len(self._held),
+            "used_bytes": self.used_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "evicted": self.evicted,
+            "expired": self.expired,
+            "refused": self.refused,
+            "evicted_unused": self.evicted_unused,
+        }
+
+    def _obtainable_bytes(self) -> int:
+        """Bytes that are free or held by what nobody pins."""
+        loose = sum(held.size for held in self._held.values() if not held.pins)
+        return self.capacity_bytes - self.used_bytes + loose
+
+    def _make_room(self, size: int) -> None:
+        for key, held in list(self._held.items()):
+            if self.used_bytes + size <= self.capacity_bytes:
+                break
+            if not held.pins:
+                self._drop(key, held)
+                self.evicted += 1
+                self.evicted_unused += not held.is_used
+
+    def _drop(self, key: BlockHash, held: _Held) -> None:
+        del self._held[key]
+        if held.pins:
+            held.is_doomed = True  # its bytes stay accounted for until the last pin goes
+        else:
+            self._free(held)
+
+    def _free(self, held: _Held) -> None:
+        self.used_bytes -= held.size
+        if self._poison_on_free:
+            for array in held.snapshot.rows.values():
+                array[...] = POISON
+
+
+def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) -> None:
+    """Raise ``ValueError`` unless ``snapshot`` could serve a hit of this layout."""
+    given: object = snapshot
+    rows: object = given.rows if isinstance(given, WindowSnapshot) else given
+    if not isinstance(given, WindowSnapshot) or not isinstance(rows, Mapping):
+        msg = f"expected a WindowSnapshot whose rows map groups to arrays, found {brief(rows)}"
+        raise ValueError(msg)
+    groups = {group.name: group for group in layout.window_groups}
+    if set(snapshot.rows) != set(groups):
+        msg = f"snapshot holds groups {sorted(map(str, snapshot.rows))}, expected the WINDOW groups {sorted(groups)}"
+        raise ValueError(msg)
+    start, stop = snapshot.start, snapshot.stop
+    if stop < 1 or stop % block_tokens:
+        msg = f"snapshot.stop must be a block boundary (a multiple of {block_tokens}), found {stop}"
+        raise ValueError(msg)
+    latest = max(0, stop - (layout.window_tokens - 1))
+    if not 0 <= start <= latest:
+        msg = f"snapshot.start must be at most {latest} to serve a hit at {stop}, found {start}"
+        raise ValueError(msg)
+    for name, group in groups.items():
+        array = _rows_on_host(name, snapshot.rows[name])
+        expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
+        if array.dtype != np.uint8 or array.shape != expected:
+            msg = (
+                f"snapshot rows of group {name!r}: expected uint8 {list(expected)}, "
+                f"found {array.dtype} {list(array.shape)}"
+            )
+            raise ValueError(msg)
+
+
+def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:
+    """Return rows as a host array, also those of a tensor on a device."""
+    found = on_host(rows)
+    if found is None:
+        msg = (
+            f"snapshot rows of group {name!r}: expected a uint8 array, found {type(rows).__name__}"
+        )
+        raise ValueError(msg)
+    return found
+
+
+def copy_of(snapshot: WindowSnapshot) -> WindowSnapshot:
+    """Return ``snapshot`` with rows of its own, so that no one else's eviction touches them."""
+    return replace(snapshot, rows={name: array.copy() for name, array in snapshot.rows.items()})
