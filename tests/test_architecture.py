@@ -70,7 +70,11 @@ def test_every_import_points_down(tmp_path: Path) -> None:
         ("index/prefix_tree.py", "import kvstore.tier.window", "Data flows one way"),
         ("cache/scope.py", "import lmdb", "Only tier.ssd imports lmdb"),
         ("transfer/threads.py", "import torch", "Only devices, codecs and engines import torch"),
-        ("frame/format.py", "import _kvstore_native", "Only codec.native, identity.hash and tier.ssd.btree load"),
+        (
+            "frame/format.py",
+            "import _kvstore_native",
+            "Only codec.native, identity.hash and tier.ssd.btree load",
+        ),
         ("reference/model.py", "import kvstore.engine", "Data flows one way"),
         ("surprise.py", "", "Data flows one way"),
     ],

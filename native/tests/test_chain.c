@@ -1,5 +1,5 @@
 /* The chained hashes under sanitizers: every length around the edges of SHA-256's blocks, in heap
- * blocks of the exact size. The digests are checked in tests/test_hash.py; here, that levels agree.
+ * blocks of the exact size. The digests are checked in tests/identity/test_hash.py; here, that levels agree.
  */
 #include "testing.h"
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvstore import BlockStore, ImageSpan, LayerGroup, Layout
-from tests.identity import ROWS, IdentityContract
+from tests.identity_contract import ROWS, IdentityContract
 from tests.stores import BLOCK, DENSE, NAMESPACE, entries_of, open_cache, tokens_of
 
 _NAMED = "the caller's engine knows it, and names it in Namespace.weights or Namespace.model"

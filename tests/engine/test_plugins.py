@@ -31,8 +31,7 @@ else:
 @pytest.mark.parametrize("engine", ["sglang", "lmcache"])
 def test_an_absent_engine_is_a_skip_with_a_reason_unless_it_is_required(engine: str) -> None:
     module = (
-        f"tests.engines.{engine}."
-        + {"sglang": "test_hicache", "lmcache": "test_l2_adapter"}[engine]
+        f"tests.engine.{engine}." + {"sglang": "test_hicache", "lmcache": "test_l2_adapter"}[engine]
     )
     code = f"""
 import os, sys
@@ -47,7 +46,7 @@ def outcome():
     except ImportError:
         return "failure"
 os.environ.pop("KVSTORE_REQUIRE_ENGINE", None)
-assert "see tests/engines/{engine}/requirements.txt" in outcome()
+assert "see tests/engine/{engine}/requirements.txt" in outcome()
 os.environ["KVSTORE_REQUIRE_ENGINE"] = {engine!r}
 assert outcome() == "failure"
 """

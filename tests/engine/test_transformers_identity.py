@@ -32,7 +32,7 @@ from kvstore.engine.transformers import (
 from kvstore.errors import ConfigError
 from tests.engine.hybrids import hybrid_model
 from tests.engine.tiny import VOCAB, tiny_model
-from tests.identity import IdentityContract
+from tests.identity_contract import IdentityContract
 
 BLOCK = 16
 SMALL: dict[str, Any] = {"ssd_bytes": "64MiB", "device_bytes": 0, "window_bytes": 0}

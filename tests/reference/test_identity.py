@@ -13,7 +13,7 @@ import torch
 import kvstore
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engine import ReferenceEngine
-from tests.identity import IdentityContract
+from tests.identity_contract import IdentityContract
 from tests.reference.support import SYSTEMS, image_at, prompt_tokens, tables, with_images
 
 BLOCK = 32
