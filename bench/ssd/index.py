@@ -21,7 +21,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.paired import Row, seconds
-from bench.ssd_store import BLOCK_TOKENS, Advance, forget_pages, open_cache, scratch, whole
+from bench.ssd.store import BLOCK_TOKENS, Advance, forget_pages, open_cache, scratch, whole
 from kvstore import LayerGroup, Layout
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hashes
@@ -37,7 +37,7 @@ OPEN_BAR_SECONDS = 2.0
 OPENINGS = 3
 """Most openings of each kind: one takes seconds, and they differ little."""
 INDEX_BAR_BYTES = 40.0
-TREE = Path(__file__).parent / "data" / "weka_48_segments.json"
+TREE = Path(__file__).parents[1] / "data" / "weka_48_segments.json"
 """The prefix tree of a public trace, without its tokens; what it is from is its ``source``."""
 CAPACITY = 64 << 30
 """Nothing is evicted below it; the file takes what is in it."""

@@ -1,6 +1,6 @@
 """Engines as the bench of time to first token sees them, and the process that each one runs in.
 
-Run as ``python -m bench.ttft_engines JOB`` by the Python of an engine's own environment, so nothing is
+Run as ``python -m bench.engines.ttft_engines JOB`` by the Python of an engine's own environment, so nothing is
 imported here before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
 """
 

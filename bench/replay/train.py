@@ -8,7 +8,7 @@ Method:   bytes as tokens, out of the Python files of the standard library: one 
           the backward pass. Indexers learn, beside it, to say where attention went. Every batch follows
           from the seed and the step, so a run that is stopped goes on as if it had not been.
 Bound:    0 bits is perfect, 8 bits a byte is knowing nothing.
-Run:      python -m bench.train_reference --depth deep --out models/deep
+Run:      python -m bench.replay.train --depth deep --out models/deep
 
 It writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (all there is to go on from)
 and ``model.npz``: float16 tensors by name, to be kept. Nothing is pickled.

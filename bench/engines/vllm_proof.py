@@ -5,7 +5,7 @@ an empty store that is killed in the middle, by the next one over what is left, 
 everything. All must give the same tokens. Then a block is damaged: the tokens must stay. Then blocks are
 forged, with every checksum right: the tokens must change, or the comparison could not have failed.
 
-Run:    python -m bench.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
+Run:    python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
 Needs:  vLLM and the demo's model (requirements-demo.txt), a few minutes of two cores.
 Exits:  0 if all of this holds, 1 if not.
 """
@@ -30,7 +30,7 @@ import kvstore
 from kvstore.frame.format import FrameFormat, head_sum
 from kvstore.tier.ssd.tier import Put
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -104,7 +104,7 @@ def run(job: Job, folder: Path, name: str, *, kill_after: int | None = None) -> 
     results.touch()
     with (folder / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm_proof", "--child", str(path), str(results)],
+            [sys.executable, "-m", "bench.engines.vllm_proof", "--child", str(path), str(results)],
             cwd=ROOT,
             env={**SETTINGS, **os.environ},
             stdout=log,

@@ -12,7 +12,7 @@ Method:   text that was never trained on. A context is a hit of H tokens, r more
           replacement, ``RESAMPLED`` times.
 Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it: those are run again
           in binary64, where it can be told from rounding.
-Run:      python -m bench.replay_quality models/deep/model.npz --out FOLDER
+Run:      python -m bench.replay.quality models/deep/model.npz --out FOLDER
           Contexts that FOLDER has already are not run again.
 """
 
@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.train_reference import load_model, read_text
+from bench.replay.train import load_model, read_text
 from kvstore.cli.terminal import progress_bar, write_table
 from kvstore.output.chart import Axis, Point, Series, chart
 from kvstore.reference.config import ReferenceConfig
@@ -574,13 +574,13 @@ def draw(found: Mapping[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Measure one trained model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path, help="what bench.train_reference wrote")
+    parser.add_argument("model", type=Path, help="what bench.replay.train wrote")
     parser.add_argument("--contexts", type=int, default=512)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.model.is_file():
-        parser.error(f"{options.model} is not there: expected a model.npz of bench.train_reference")
+        parser.error(f"{options.model} is not there: expected a model.npz of bench.replay.train")
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     _, held_out = read_text()

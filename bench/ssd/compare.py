@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.ssd_peers import PEERS
-from bench.ssd_store import BLOCK_TOKENS, COLD_SHARE, RUN_BLOCKS, Advance, forget_pages
+from bench.ssd.peers import PEERS
+from bench.ssd.store import BLOCK_TOKENS, COLD_SHARE, RUN_BLOCKS, Advance, forget_pages
 from kvstore.output.chart import Axis, Point, Series, chart
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BATCH_BLOCKS = 64
 """Blocks that become durable together. Source: COMMIT_BLOCKS of the tier."""
 ROUNDS = 3
@@ -40,7 +40,7 @@ class Contender:
         self._log = log
         with log.open("w", encoding="utf-8") as said:
             self._process = subprocess.Popen(
-                [str(python), "-m", "bench.ssd_peers", name],
+                [str(python), "-m", "bench.ssd.peers", name],
                 cwd=ROOT,
                 env=environ,
                 text=True,

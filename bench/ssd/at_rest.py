@@ -2,7 +2,7 @@
 
 Question: how many bytes does zstd save of bfloat16 keys and values that are split into byte planes, and how
           fast is it, next to other splits, to zstd alone, to packing as NVFP4, and to memcpy?
-Method:   SmolLM2-135M-Instruct on text that ships with CPython (bench/codec_quality.py); its keys and values,
+Method:   SmolLM2-135M-Instruct on text that ships with CPython (bench/codec/quality.py); its keys and values,
           computed in float32 and rounded to bfloat16, in blocks of 128 tokens. "split" rows compress one
           group of a block, all layers in one call: what a split makes of it is in the bytes saved, and
           its own time, in NumPy, in the speeds. "frame" rows go from entries to a frame and back, with all
@@ -11,7 +11,7 @@ Method:   SmolLM2-135M-Instruct on text that ships with CPython (bench/codec_qua
           a memcpy of as many bytes.
 Peers:    zstd of the bytes as they are; NVFP4 of the same block, which loses; the frame as it is.
 Bound:    memcpy. Whatever is lossless is compared with its source first, else this exits 1.
-Run:      python -m bench.at_rest [--blocks 8] [--rounds 5] [--json]
+Run:      python -m bench.ssd.at_rest [--blocks 8] [--rounds 5] [--json]
           It takes a minute or two.
 """
 
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 import kvstore
-from bench.codec_quality import corpus
+from bench.codec.quality import corpus
 from bench.paired import paired
 from kvstore.cli.terminal import progress
 from kvstore.codec.zstd import HUFFMAN

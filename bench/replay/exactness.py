@@ -8,7 +8,7 @@ Method:   the reference engine in float64 through a real store; one line per suf
           In float32 a value at a rounding border may tip over where products have other shapes: the FP4
           codes of the suffix that differ are counted.
 Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
-Run:      python -m bench.exactness [--json]
+Run:      python -m bench.replay.exactness [--json]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stores of blocks by key, each in a process of its own, doing the same work: what ``bench.ssd`` compares.
+"""Stores of blocks by key, each in a process of its own, doing the same work: what ``bench.ssd.suite`` compares.
 
-Run as ``python -m bench.ssd_peers NAME`` by a Python that can import the peer. It reads one job a line
+Run as ``python -m bench.ssd.peers NAME`` by a Python that can import the peer. It reads one job a line
 as JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and
 nothing of kvstore but for kvstore's own rows.
 """
@@ -365,7 +365,7 @@ class KVStoreTier(Peer):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        from bench.ssd_flat import FlatTier
+        from bench.ssd.flat import FlatTier
 
         self._tier = FlatTier(self.folder, shape.block_bytes, capacity_of(shape))
 

@@ -4,7 +4,7 @@ Question: is the first token after a hit predicted worse than by a cold run, whi
           hide? And where each turn's entries come from a replayed window and are stored, so that the next
           turn replays over them: do the errors add up?
 Method:   text that was never trained on, given and not chosen; ways and measures are those of
-          ``bench.replay_quality``. *Near*: hits as there, prompts that end one token after the hit, 32
+          ``bench.replay.quality``. *Near*: hits as there, prompts that end one token after the hit, 32
           tokens scored. *Drift*: conversations of ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits
           what all turns before it stored, has one token of prompt and scores the rest. In a *chain* each
           turn stores what it computed; *once* is the same turn over a cold run's entries. Chain less once,
@@ -15,7 +15,7 @@ Method:   text that was never trained on, given and not chosen; ways and measure
 Bound:    0 bits. Two controls are exact and must reach it, but for the rounding of binary32, which may tip
           the choice of an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and
           of two windows stand around that of one.
-Run:      python -m bench.replay_drift models/deep/model.npz --out FOLDER
+Run:      python -m bench.replay.drift models/deep/model.npz --out FOLDER
           What FOLDER has already is not run again.
 """
 
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.replay_quality import (
+from bench.replay.quality import (
     LEAST_KL,
     MEASURES,
     MILLIBITS,
@@ -54,7 +54,7 @@ from bench.replay_quality import (
     score,
     shown,
 )
-from bench.train_reference import read_text
+from bench.replay.train import read_text
 from kvstore.cli.terminal import progress_bar, write_table
 from kvstore.output.chart import Axis, Series, chart
 from kvstore.reference.config import ReferenceConfig
@@ -407,14 +407,14 @@ def measure(
 def main() -> None:
     """Measure one trained model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path, help="what bench.train_reference wrote")
+    parser.add_argument("model", type=Path, help="what bench.replay.train wrote")
     parser.add_argument("--contexts", type=int, default=1024, help="hits with one more token")
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.model.is_file():
-        parser.error(f"{options.model} is not there: expected a model.npz of bench.train_reference")
+        parser.error(f"{options.model} is not there: expected a model.npz of bench.replay.train")
     if min(options.contexts, options.conversations) < 1:
         parser.error("expected at least one context and one conversation")
     torch.set_num_threads(1)

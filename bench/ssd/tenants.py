@@ -6,7 +6,7 @@ Method:   every tenant stores one block and never comes back, in batches that ar
           each batch; the most blocks there were at the end of a batch, beside those of one tenant alone
           who stores as many; the median of five openings.
 Bars:     the median batch of the last tenth within 1.2 of the second tenth's; 95 % of the blocks; 1 s.
-Run:      python -m bench.tenants [--tenants N] [--ssd-bytes SIZE] [--block-bytes N] [--batch N]
+Run:      python -m bench.ssd.tenants [--tenants N] [--ssd-bytes SIZE] [--block-bytes N] [--batch N]
           [--dir DIR] [--json]. Run nothing beside it.
 """
 
@@ -142,7 +142,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> Figures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; 0 if all bars are met."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tenants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.ssd.tenants", description=__doc__)
     parser.add_argument("--tenants", type=int, default=TENANTS)
     parser.add_argument("--ssd-bytes", default=SSD_BYTES)
     parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES)

@@ -475,7 +475,3 @@ def main() -> None:
             f"{row.work:42} {row.by:22} {row.wide_bytes / 2**20:5.0f} {row.gb_per_s:7.2f} "
             f"{row.memcpy_gb_per_s:7.2f}  {row.ratio:6.3f} {row.low:.3f} {row.high:.3f}"
         )
-
-
-if __name__ == "__main__":
-    main()

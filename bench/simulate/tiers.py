@@ -5,7 +5,7 @@ Method:   one process, CPU seconds of the simulation alone, a tier of 1, 5 and 2
           blocks; windows of 128 tokens without a budget, as a share of those that any would keep.
 Bound:    shares of the gaps between calls of the same sessions, and of reuse weighed by tokens, as
           they were measured on the traces themselves.
-Run:      python -m bench.tiers --traces FOLDER
+Run:      python -m bench.simulate.tiers --traces FOLDER
 Needs:    the folder with weka_claude_code_48.jsonl.zst and mooncake_conversation.jsonl.zst.
 """
 

@@ -10,7 +10,7 @@ Peers:    the same engine without a cache, and in vLLM its own ExampleConnector,
           by the whole of it: a share that leaves more than a block to compute is a miss there.
 Bound:    each hit must be what was stored, and each first token the one found without a cache; else exit
           1. (In bfloat16 a near tie may fall either way: there other tokens are only counted.)
-Run:      python -m bench.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--runs N] [--json] [--svg FOLDER] [--cold-disk]
+Run:      python -m bench.engines.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--runs N] [--json] [--svg FOLDER] [--cold-disk]
           vLLM needs an environment of its own: make test-engines builds it, or name a Python that can
           import it with --vllm-python. Full runs take hours of two cores; run nothing beside them.
 """
@@ -30,15 +30,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.ttft_engines import Connector, First, Job
+from bench.engines.ttft_engines import Connector, First, Job
 from kvstore.cli.demo import default_text, drop_page_cache
 from kvstore.cli.terminal import progress, progress_bar
 from kvstore.engine import smollm2
 from kvstore.output.chart import Axis, Point, Series, chart
-from tests.engines.environments import BuildError, environment
+from tests.engine.environments import BuildError, environment
 
 BLOCK_TOKENS = 128
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = {1056: 5, 4224: 3, 7680: 3}
 """Prompt lengths, and how often each case runs. 97 % of the first two is a whole number of blocks."""
 SHARES = (0.0, 0.5, 0.9, 0.97)
@@ -163,7 +163,7 @@ def run_job(python: Path, job: Job, folder: Path, advance: Callable[[int], None]
     (place / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
     results, log = place / "job.results", place / "log"
     results.touch()
-    command = [str(python), "-m", "bench.ttft_engines", str(place / "job.json")]
+    command = [str(python), "-m", "bench.engines.ttft_engines", str(place / "job.json")]
     # The engine's Python need not have kvstore installed: its workers find this checkout.
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("w", encoding="utf-8") as said:

@@ -9,7 +9,7 @@ shows what of the difference is vLLM's own: it runs otherwise when it has one.
 * ``none``: no prompt has anything in common with another: the store only saves.
 * ``local``: nine tenths of each prompt are in vLLM's own prefix cache.
 
-Run:    python -m bench.vllm_overhead [--json] [--turns 12] [--model FOLDER]
+Run:    python -m bench.engines.vllm_overhead [--json] [--turns 12] [--model FOLDER]
 Needs:  vLLM, and the demo's model unless another is named; some minutes, and nothing beside it.
 Shows:  for each case the median ratio of kvstore to none, of the idle connector to none, and of kvstore to the
         idle connector, with the interval that holds it with 95 % confidence (order statistics).
@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIDES = ("none", "idle", "kvstore")
 RATIOS = (("kvstore", "none"), ("idle", "none"), ("kvstore", "idle"))
 SETTINGS = {
@@ -66,7 +66,7 @@ def connector(side: str, store: str) -> dict[str, Any]:
     if side == "idle":
         found = KVTransferConfig(
             kv_connector="IdleConnector",
-            kv_connector_module_path="bench.vllm_idle",
+            kv_connector_module_path="bench.engines.vllm_idle",
             kv_role="kv_both",
         )
     else:
@@ -135,7 +135,7 @@ class Engine:
 def engine(model: str, side: str, store: Path) -> Iterator[Engine]:
     """Start the engine of one side; ``store`` is the folder that a store may use."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "bench.vllm_overhead", "--child", model, side, str(store)],
+        [sys.executable, "-m", "bench.engines.vllm_overhead", "--child", model, side, str(store)],
         cwd=ROOT,
         env={**SETTINGS, **os.environ},
         stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ Method:   multiply-adds are counted by torch's flop counter on the code that run
 Bound:    half of the layers, and W of N tokens of the other half: (1 + W / N) / 2, where both halves cost
           the same. They do not quite: decoder layers see an entry for every token, encoder layers one for
           two, and the first of the decoder's owners makes its entries in both.
-Run:      python -m bench.prefill_cost [--config release] [--out FOLDER] [--json]
+Run:      python -m bench.replay.prefill_cost [--config release] [--out FOLDER] [--json]
 """
 
 from __future__ import annotations

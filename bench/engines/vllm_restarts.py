@@ -6,7 +6,7 @@ the next server starts on the same folder. Before each signal the blocks are lis
 committed; after it they must all be there. Each prompt must be answered as before, out of the store as far as its
 blocks were committed. The opening is timed on a copy, once as the server left it and once after a clean close.
 
-Run:    python -m bench.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
+Run:    python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
 Needs:  vLLM and the demo's model (requirements-demo.txt), or another model's folder; half a minute a round.
 Exits:  0 if nothing was lost and all answers were alike, 1 if not.
 """
@@ -42,7 +42,7 @@ from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import StoreFormat, parse_format
 from kvstore.tier.ssd.directory import read_format
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.ssd_peers import key_of, number_of
-from bench.ssd_store import BLOCK_TOKENS, contiguous, tier_options
+from bench.ssd.peers import key_of, number_of
+from bench.ssd.store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
 from kvstore.frame.format import FrameFormat, Header, head_sum
 from kvstore.identity.block import BlockHash, BlockKey

@@ -8,7 +8,7 @@ Method:   a turn is one request. Its new tokens are those of blocks that no earl
           back, so prompt and answer are new. A request that brings nothing new is no turn: what it would
           write is there. Bytes are those of ``kvstore footprint``.
 Bound:    what is saved depends on the mean of new tokens a turn, and on nothing else of a trace.
-Run:      python -m bench.turns ../shared/traces [--json]
+Run:      python -m bench.simulate.turns ../shared/traces [--json]
 """
 
 from __future__ import annotations

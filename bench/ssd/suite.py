@@ -22,10 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import kvstore
-from bench import ssd_compare, ssd_index, ssd_store
 from bench.paired import Row
-from bench.ssd_compare import PeerRow
-from bench.ssd_peers import PEERS
+from bench.ssd import compare as ssd_compare
+from bench.ssd import index as ssd_index
+from bench.ssd import store as ssd_store
+from bench.ssd.compare import PeerRow
+from bench.ssd.peers import PEERS
 from kvstore.cli.terminal import progress_bar
 
 LAYOUTS = ("deepseek-v4.1-flash", "smollm2-135m")
@@ -162,7 +164,3 @@ def main() -> None:
     if peers:
         print(f"{chosen.blocks} blocks of {BLOCK_BYTES:,} bytes; page cache dropped by {how}")
         print("\n".join(ssd_compare.table(peers)))
-
-
-if __name__ == "__main__":
-    main()

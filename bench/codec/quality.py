@@ -11,7 +11,7 @@ Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: hal
           context; the 95 % interval is Student's, over contexts.
 Bound:    f32 entries go through a real store. They must come back bit for bit and leave the loss as it
           is, to the last bit; else this exits 1.
-Run:      python -m bench.codec_quality [--out FILE] [--minutes N] [--json] [--svg FILE]
+Run:      python -m bench.codec.quality [--out FILE] [--minutes N] [--json] [--svg FILE]
           Minutes for --tokens 1000, hours for all 100,000: the model runs once for each setting. With
           --out every result is written down at once, and the same command goes on where the last one
           stopped.

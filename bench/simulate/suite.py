@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.simulate_models import leaf_first
+from bench.simulate.models import leaf_first
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import OPTIMAL
@@ -471,7 +471,14 @@ def p4(bench: Bench) -> Bars:
     path = bench.path(LARGE)
     if not path.exists():
         return
-    command = [sys.executable, "-m", "bench.simulate", "--traces", str(bench.folder), "--large"]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.simulate.suite",
+        "--traces",
+        str(bench.folder),
+        "--large",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
@@ -532,7 +539,3 @@ def main() -> None:
     else:
         missed = sorted({bar.bar for bar in bars if not bar.met})
         print(f"missed: {', '.join(missed) or 'none'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Speed and loss of the codecs."""

@@ -1,0 +1,1 @@
+"""Engines with and without the store: time to first token, overhead, restarts."""

@@ -1,0 +1,1 @@
+"""Cost and effect of bounded replay on the reference engine."""

@@ -1,0 +1,1 @@
+"""Speed and accuracy of the simulator."""

@@ -1,0 +1,1 @@
+"""Speed, space and peers of the SSD tier."""
