@@ -474,7 +474,7 @@ def p4(bench: Bench) -> Bars:
     command = [
         sys.executable,
         "-m",
-        "bench.simulate.suite",
+        "bench.simulate",
         "--traces",
         str(bench.folder),
         "--large",
