@@ -77,7 +77,7 @@ def run() -> None:
         expect_error(partial(import_module, "kvstore.engine"))
         write_trace(trace)
         for command in (
-            ["footprint", "deepseek-v4.1-flash"],
+            ["footprint", "deepseek-v4.1-flash", "--measure"],
             ["simulate", str(trace), "--size", "1GiB", "--model", "deepseek-v4.1-flash"],
             ["stats", str(store)],
             ["verify", str(store)],
