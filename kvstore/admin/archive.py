@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,6 +21,7 @@ import zstandard
 
 from kvstore.admin import inspect as admin
 from kvstore.blocks.keys import KEYS_NAMESPACE, keys_root
+from kvstore.distribution import VERSION
 from kvstore.errors import ConfigError, StoreError
 from kvstore.frame.format import Frames, Header
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
@@ -138,7 +138,7 @@ def _manifest(store: admin.OpenedStore, spaces: Mapping[int, Mapping[str, Any]])
     return json.dumps(
         {
             "kvstore_archive": ARCHIVE_VERSION,
-            "kvstore": version("kvstore"),
+            "kvstore": VERSION,
             "format": store.ssd.options.format_text,
             "layout": (store.ssd.fact("layout") or b"").decode(errors="replace"),
             "namespaces": {str(number): space for number, space in spaces.items()},

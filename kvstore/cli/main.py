@@ -32,20 +32,14 @@ from kvstore.cli.terminal import (
     write_table,
 )
 from kvstore.cli.trace import trace
+from kvstore.distribution import VERSION
 from kvstore.errors import KVStoreError
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("kvstore")
-
 
 app = App(
     name="kvstore",
     help="A KV-cache store for LLM inference that knows what each byte of a model's cache is for.",
     version_flags=["--version"],
-    version=_version,
+    version=VERSION,
     result_action="return_value",
     exit_on_error=False,
     print_error=False,
