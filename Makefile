@@ -14,7 +14,7 @@ CHECKED = $(CC) -std=c11 -ffp-contract=off -Wall -Wextra -Wpedantic -Wconversion
 SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
             $(KERNELS) native/tests/*.c -lm
 
-.PHONY: help demo test test-emulated test-engines check native-test torture torture-store torture-codec torture-models bench \
+.PHONY: help demo docs test test-emulated test-engines check native-test torture torture-store torture-codec torture-models bench \
         bench-engines dist clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
 	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
 	@echo "make torture [TORTURE=codec|store|models]   every float; power cuts, kills, rot, full disks; every model class (over an hour)"
+	@echo "make docs    build the documentation site into site/; warnings are errors"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
 	@echo "make dist [PYTHONS=...]  build the sdist and the abi3 wheel into dist/, audit them, try the wheel without torch"
@@ -33,6 +34,9 @@ demo: $(VENV)/.demo
 
 test: check native-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+docs: $(VENV)/.docs
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs site
 
 # Each engine has an environment of its own, in the user's cache: they cannot share one.
 test-engines:
@@ -126,8 +130,12 @@ $(VENV)/.test: $(SOURCES) | $(VENV)/bin/pip
 	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
 	@touch $@ $(VENV)/.demo
 
+$(VENV)/.docs: requirements-docs.txt $(VENV)/.test
+	$(BIN)/pip install -q -r requirements-docs.txt
+	@touch $@
+
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist native/build native/src/_kvstore_native.c *.so *.egg-info
+	rm -rf $(VENV) build dist site native/build native/src/_kvstore_native.c *.so *.egg-info
