@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvstore.admin import inspect as admin
+from kvstore.admin.access import open_for_writing
 from kvstore.errors import ConfigError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
@@ -51,7 +51,7 @@ def evict(path: Path, to: str) -> dict[str, Any]:
     """
     target_bytes(to, 0)
     path = resolved(path)
-    with admin.owned(path) as store:
+    with open_for_writing(path) as store:
         ssd, side = store.ssd, store.owner("evicts")
         target = target_bytes(to, ssd.capacity_bytes)
         before = ssd.live_bytes
@@ -84,7 +84,7 @@ def compact(path: Path) -> dict[str, Any]:
     path = resolved(path)
     directory.require_store(path)
     before = (path / directory.DATA_FILE).stat().st_size
-    with admin.owned(path) as store:
+    with open_for_writing(path) as store:
         unharmed(store.ssd.compact)
         after = store.ssd.file_bytes
         return {
