@@ -1,4 +1,4 @@
-"""Reports on a store of any layout: sizes and namespaces, single blocks, and a check of every block."""
+"""Reports on a store of any layout: sizes and namespaces, one block, a check of every block."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import (
     MEDIUM_ERRORS,
     PAGE_BYTES,
+    SsdTier,
     pages_of,
     passes,
     usage_of,
@@ -64,10 +65,10 @@ def store_stats(path: Path) -> dict[str, Any]:
 def _namespaces(
     store: InspectedStore, records: Sequence[Record], before: Mapping[int, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return each namespace that is named or has blocks: who it is, and what it holds and may hold.
+    """Return identity, usage and quota of each namespace that has a name or blocks.
 
-    ``before`` are those that were named before ``records`` were read: an owner may have evicted the
-    last of their blocks, and their names, since.
+    ``before`` are the names read before ``records``: an owner may have evicted the last block of a
+    namespace since, and removed its name.
     """
     blocks = Counter(record.namespace_id for record in records)
     facts, usage = namespace_facts(store.ssd), usage_of(records)
@@ -87,12 +88,12 @@ def _namespaces(
 
 
 def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
-    """Return one block's record, header and parent chain as plain JSON values.
+    """Return one block's record, header and ancestors as plain JSON values.
 
-    ``prefix`` is the start of its key in hex; it must name one block.
+    ``prefix`` is the start of its key in hex; it must match one block.
 
     Raises:
-        ValueError: if it names none or several.
+        ValueError: if it matches none or several.
     """
     with open_for_reading(path) as store:
         facts = namespace_facts(store.ssd)
@@ -100,29 +101,12 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
         key = _find(store.ssd.path, records, prefix)
         record = records[key]
         frame = store.ssd.frame(key)
-        chain: list[dict[str, Any]] = []
-        depth = 0
-        above: Record | None = record
-        while above is not None and above.number:
-            parent_key, below = above.parent, above.number
-            above = store.ssd.record(parent_key)
-            if above is not None and above.number != below - 1:
-                above = None  # a damaged record; following it might never end
-            depth += 1
-            if len(chain) < CHAIN_SHOWN:
-                number = above.number if above is not None else None
-                chain.append({"key": parent_key.hex(), "number": number})
-        header = (
-            None if frame is None else store.frame_format.form_of(frame).header(memoryview(frame))
-        )
+        first, size = record.number, store.frame_format.block_tokens
         spaces = _namespaces(store, list(records.values()), facts)
         return {
             "key": key.hex(),
             "number": record.number,
-            "tokens": [
-                record.number * store.frame_format.block_tokens,
-                (record.number + 1) * store.frame_format.block_tokens,
-            ],
+            "tokens": [first * size, (first + 1) * size],
             "namespace": next(space for space in spaces if space["id"] == record.namespace_id),
             "sequence": record.sequence,
             "page": record.page,
@@ -133,21 +117,42 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
             "is_packed": record.is_packed,
             "is_compressed": record.is_compressed,
             "error": record.error if math.isfinite(record.error) else None,
-            "header": None
-            if header is None
-            else {
-                "block_hash": header.block_hash.hex(),
-                "parent_hash": header.parent_hash.hex(),
-                "block_tokens": header.block_tokens,
-                "payload_bytes": header.payload_bytes,
-                "has_images": header.has_images,
-                "sequence": header.sequence,
-            },
+            "header": None if frame is None else _header(store, memoryview(frame)),
             "fault": _fault(store, key, record, {}),
-            "parents": chain,
-            "parent_count": depth,
-            "chain_is_whole": above is not None and above.number == 0,
+            **_ancestors(store.ssd, record),
         }
+
+
+def _header(store: InspectedStore, frame: memoryview) -> dict[str, Any] | None:
+    header = store.frame_format.form_of(frame).header(frame)
+    if header is None:
+        return None
+    return {
+        "block_hash": header.block_hash.hex(),
+        "parent_hash": header.parent_hash.hex(),
+        "block_tokens": header.block_tokens,
+        "payload_bytes": header.payload_bytes,
+        "has_images": header.has_images,
+        "sequence": header.sequence,
+    }
+
+
+def _ancestors(ssd: SsdTier, record: Record) -> dict[str, Any]:
+    """Return the nearest ancestors of a block, the count of all, and whether none is missing."""
+    chain: list[dict[str, Any]] = []
+    depth = 0
+    above: Record | None = record
+    while above is not None and above.number:
+        parent_key, below = above.parent, above.number
+        above = ssd.record(parent_key)
+        if above is not None and above.number != below - 1:
+            above = None  # a damaged record; following it might never end
+        depth += 1
+        if len(chain) < CHAIN_SHOWN:
+            number = above.number if above is not None else None
+            chain.append({"key": parent_key.hex(), "number": number})
+    is_whole = above is not None and above.number == 0
+    return {"parents": chain, "parent_count": depth, "chain_is_whole": is_whole}
 
 
 def _find(path: Path, keys: Iterable[BlockKey], prefix: str) -> BlockKey:
@@ -202,7 +207,7 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, 
 def _fault(
     store: InspectedStore, key: BlockKey, record: Record, records: dict[BlockKey, Record]
 ) -> str | None:
-    """Return what is wrong with a stored block, or None.
+    """Return the fault of a stored block, None if it is intact.
 
     ``records`` are all records, for the check of the parent; empty to look it up.
     """
