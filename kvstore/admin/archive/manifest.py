@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 16 << 20
 """Largest manifest: some 30,000 namespaces."""
 _IDENTITY = ("model", "weights", "tokenizer", "adapter", "tenant", "generation")
-_NUMBER_DIGITS = 10
+_NUMBER = re.compile("[0-9]{1,10}")
 
 
 def encode_manifest(store: InspectedStore, spaces: Mapping[int, Mapping[str, Any]]) -> bytes:
@@ -101,7 +102,7 @@ def read_manifest(file: Path, members: Members, first: Member | None, target: Pa
     spaces, roots = {}, {}
     for number, space in found["namespaces"].items():
         root = _root(form, space, secret) if isinstance(space, dict) else None
-        if root is not None and _is_number(number):
+        if root is not None and isinstance(number, str) and _NUMBER.fullmatch(number):
             names = () if form.key_bytes else _IDENTITY
             spaces[int(number)] = {name: space[name] for name in names} or dict(KEYS_NAMESPACE)
             roots[int(number)] = root
@@ -145,10 +146,3 @@ def _parsed(file: Path, what: str, members: Members, first: Member | None) -> di
         msg = f"{what}: its format is no text of up to {FORMAT_BYTES} bytes"
         raise StoreError(msg)
     return fields
-
-
-def _is_number(text: object) -> bool:
-    """Say whether a JSON key is the number of a namespace."""
-    return (
-        isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= _NUMBER_DIGITS
-    )

@@ -76,6 +76,8 @@ class Engine(Protocol):
     name: EngineName
     spec: Mapping[str, Any]
     """Arguments that load the same model in another process: plain JSON."""
+    options: Mapping[str, Any]
+    """Options of its store: layout, namespace and window."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
@@ -91,7 +93,9 @@ class Engine(Protocol):
 
     def open(self, path: Path) -> kvstore.PrefixCache:
         """Open a store for this model."""
-        ...
+        return kvstore.PrefixCache.open(
+            path, block_tokens=BLOCK_TOKENS, device_bytes=0, **self.options
+        )
 
     def run(
         self, cache: kvstore.PrefixCache, tokens: list[int], watch: Stopwatch, *, reuse: bool
@@ -114,7 +118,11 @@ class TransformersEngine(Engine):
         self.spec = {"folder": folder, "dtype": dtype}
         self._loaded = smollm2.load(Path(folder), dtype)
         self._causal = CausalModel(self._loaded.model)
-        self._layout = model_layout(self._loaded.model)
+        self.options = {
+            "layout": model_layout(self._loaded.model),
+            "namespace": replace(self._loaded.namespace, tenant=TENANT),
+            "window_bytes": 0,
+        }
 
     @override
     def encode(self, text: str) -> list[int]:
@@ -127,17 +135,6 @@ class TransformersEngine(Engine):
     @override
     def forward(self, tokens: list[int]) -> Logits:
         return self._causal.forward(tokens)
-
-    @override
-    def open(self, path: Path) -> kvstore.PrefixCache:
-        return kvstore.PrefixCache.open(
-            path,
-            layout=self._layout,
-            namespace=replace(self._loaded.namespace, tenant=TENANT),
-            block_tokens=BLOCK_TOKENS,
-            device_bytes=0,
-            window_bytes=0,
-        )
 
     @override
     def run(
@@ -170,12 +167,18 @@ class ReferenceEngine(Engine):
 
         self.name = "reference"
         self.spec = {"seed": seed}
-        self._config = ReferenceConfig.tiny()
+        config = ReferenceConfig.tiny()
         # With 2 W - 2 rows a continuation from the pool is exact at every length of the suffix.
-        self._rows = 2 * self._config.sliding_window - 2
-        self._seed = seed
+        rows = 2 * config.sliding_window - 2
+        self.options = {
+            "layout": config.layout(),
+            "namespace": kvstore.Namespace(
+                model="reference", weights=f"seed {seed}", tenant=TENANT
+            ),
+            "window_rows": rows,
+        }
         self._watch = Stopwatch()
-        self._engine = Model(self._config, seed=seed, window_rows=self._rows, on_stage=self._lap)
+        self._engine = Model(config, seed=seed, window_rows=rows, on_stage=self._lap)
 
     def _lap(self, stage: str) -> None:
         self._watch.lap(stage)
@@ -193,19 +196,6 @@ class ReferenceEngine(Engine):
         self._engine.cache = None
         logits: Logits = self._engine.prefill(tokens).logits.numpy()
         return logits
-
-    @override
-    def open(self, path: Path) -> kvstore.PrefixCache:
-        return kvstore.PrefixCache.open(
-            path,
-            layout=self._config.layout(),
-            namespace=kvstore.Namespace(
-                model="reference", weights=f"seed {self._seed}", tenant=TENANT
-            ),
-            block_tokens=BLOCK_TOKENS,
-            device_bytes=0,
-            window_rows=self._rows,
-        )
 
     @override
     def run(

@@ -68,14 +68,10 @@ def run_elsewhere(
             msg = f"the second process failed with exit status {done.returncode}: {said[0]}"
             raise KVStoreError(msg)
         result = json.loads((work / "result.json").read_text(encoding="utf-8"))
-        run = Answer(
-            new_tokens=tuple(result["new_tokens"]),
-            logits=np.load(work / "logits.npy", allow_pickle=False),
-            hit_tokens=result["hit_tokens"],
-            replay_tokens=result["replay_tokens"],
-            stages=result["stages"],
-        )
-        return Remote(run=run, pid=result["pid"], disk_read_bytes=result["disk_read_bytes"])
+        result["new_tokens"] = tuple(result["new_tokens"])
+        logits = np.load(work / "logits.npy", allow_pickle=False)
+        pid, read_bytes = result.pop("pid"), result.pop("disk_read_bytes")
+        return Remote(run=Answer(logits=logits, **result), pid=pid, disk_read_bytes=read_bytes)
 
 
 def _work(folder: Path) -> None:
