@@ -48,6 +48,15 @@ def store_and_read(path: Path) -> None:
         )
 
 
+def put_and_get(path: Path) -> None:
+    target = bytearray(64)
+    with kvstore.BlockStore.open(path, block_bytes=64) as store:
+        assert store.put([b"key"], [bytes(range(64))]) == [True]
+        store.flush()
+        assert store.get([b"key"], [target]) == [True]
+    assert target == bytes(range(64))
+
+
 def expect_error(call: Callable[[], object]) -> None:
     found = "no error"
     try:
@@ -74,6 +83,7 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, trace = Path(folder) / "store", Path(folder) / "trace.jsonl"
         store_and_read(store)
+        put_and_get(Path(folder) / "blocks")
         expect_error(partial(import_module, "kvstore.engine"))
         write_trace(trace)
         for command in (
