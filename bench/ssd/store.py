@@ -30,7 +30,9 @@ from kvstore import Layout, Namespace, Pages, PrefixCache
 from kvstore.cache.match import Match
 from kvstore.cli.demo import drop_page_cache
 from kvstore.codec import native
-from kvstore.frame.format import FrameFormat, Frames, Header, Places, head_sum
+from kvstore.frame.format import FrameFormat, Frames
+from kvstore.frame.header import Header, head_sum
+from kvstore.frame.targets import Places
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import block_hashes

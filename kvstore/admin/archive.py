@@ -23,7 +23,8 @@ import zstandard
 from kvstore.admin import inspect as admin
 from kvstore.blocks.keys import KEYS_NAMESPACE, keys_root
 from kvstore.errors import ConfigError, StoreError
-from kvstore.frame.format import Frames, Header
+from kvstore.frame.format import Frames
+from kvstore.frame.header import Header
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import namespace_digest
 from kvstore.identity.namespace import Namespace

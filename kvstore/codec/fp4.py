@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.checks import number
-from kvstore.codec import native, packed
-from kvstore.codec.packed import Kernel, PackStats
+from kvstore.codec import native, quantized
+from kvstore.codec.quantized import Kernel, PackStats
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
@@ -19,7 +19,7 @@ __all__ = ["PackStats", "gather", "pack", "relative_error", "unpack"]
 
 
 def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Kernel:
-    rule = packed.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
+    rule = quantized.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
     global_scale = number(global_scale, "global_scale")
     if not 2.0**-100 <= global_scale <= 2.0**100:
         raise ValueError(f"global_scale must lie in [2**-100, 2**100], found {global_scale!r}")
@@ -33,7 +33,7 @@ def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> K
 
 
 def _unpacking_kernel(entry_format: str, global_scale: float) -> Kernel:
-    packed.check_format(entry_format, None, native.FP4_FORMATS, "FP4")
+    quantized.check_format(entry_format, None, native.FP4_FORMATS, "FP4")
     return _kernel(entry_format, native.UNPACKING_RULES.get(entry_format), global_scale)
 
 
@@ -66,7 +66,7 @@ def pack(
         tensor on another device is copied to the host, and its result back: this synchronises.
     """
     kernel = _kernel(entry_format, scale_rule, global_scale)
-    return packed.pack(values, kernel, out=out, stats=stats)
+    return quantized.pack(values, kernel, out=out, stats=stats)
 
 
 def unpack(
@@ -92,7 +92,7 @@ def unpack(
     Cost: as :func:`pack`, but tensors of another device are decoded there, by a table lookup.
     """
     kernel = _unpacking_kernel(entry_format, global_scale)
-    return packed.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
+    return quantized.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
 
 
 def gather(
@@ -122,7 +122,7 @@ def gather(
         and decoded there.
     """
     kernel = _unpacking_kernel(entry_format, global_scale)
-    return packed.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
+    return quantized.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
 
 
 def relative_error(
@@ -134,4 +134,4 @@ def relative_error(
 
     Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
     """
-    return packed.relative_error(values, _kernel(entry_format, scale_rule, global_scale))
+    return quantized.relative_error(values, _kernel(entry_format, scale_rule, global_scale))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.codec import native, packed
-from kvstore.codec.packed import Kernel, PackStats
+from kvstore.codec import native, quantized
+from kvstore.codec.quantized import Kernel, PackStats
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
@@ -19,7 +19,7 @@ __all__ = ["PackStats", "pack", "relative_error", "unpack"]
 
 
 def _kernel(entry_format: str, scale_rule: str | None = None) -> Kernel:
-    rule = packed.check_format(entry_format, scale_rule, native.FP8_FORMATS, "FP8")
+    rule = quantized.check_format(entry_format, scale_rule, native.FP8_FORMATS, "FP8")
     return Kernel(entry_format, rule)
 
 
@@ -48,7 +48,7 @@ def pack(
         copy. A tensor on another device is copied to the host, and its result back: this
         synchronises.
     """
-    return packed.pack(values, _kernel(entry_format, scale_rule), out=out, stats=stats)
+    return quantized.pack(values, _kernel(entry_format, scale_rule), out=out, stats=stats)
 
 
 def unpack(
@@ -74,7 +74,7 @@ def unpack(
 
     Cost: as :func:`pack`, but tensors of another device are decoded there.
     """
-    return packed.unpack(codes, scales, _kernel(entry_format), dtype=dtype, out=out)
+    return quantized.unpack(codes, scales, _kernel(entry_format), dtype=dtype, out=out)
 
 
 def relative_error(values: ArrayT, entry_format: str, *, scale_rule: str | None = None) -> float:
@@ -84,4 +84,4 @@ def relative_error(values: ArrayT, entry_format: str, *, scale_rule: str | None 
 
     Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
     """
-    return packed.relative_error(values, _kernel(entry_format, scale_rule))
+    return quantized.relative_error(values, _kernel(entry_format, scale_rule))

@@ -51,7 +51,7 @@ def assert_packs_as_the_reference(
         )
         expected = numpy_reference.pack(wide, entry_format, rule, global_scale)
         assert np.array_equal(scales, expected.scales)
-        assert np.array_equal(nibbles, expected.nibbles)
+        assert np.array_equal(nibbles, expected.codes)
         assert stats == fp4.PackStats(expected.nan_blocks, expected.inf_values)
 
 

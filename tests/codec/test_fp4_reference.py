@@ -81,4 +81,4 @@ def test_an_element_is_the_nearest_multiple_of_its_scale(
     packed = numpy_reference.pack(blocks, entry_format, rule)
     scale = numpy_reference.scale_value(packed.scales, entry_format)[0, 0]
     assert scale == largest / 6
-    assert np.array_equal(packed.nibbles[:, 0] >> 4, nearest(numbers.astype(float), scale * E2M1))
+    assert np.array_equal(packed.codes[:, 0] >> 4, nearest(numbers.astype(float), scale * E2M1))

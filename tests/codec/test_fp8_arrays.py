@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import LayerGroup
-from kvstore.codec import codec_for, fp8, native, numpy_reference, packed, torch_decode
+from kvstore.codec import codec_for, fp8, native, numpy_reference, quantized, torch_decode
 from kvstore.codec import numpy_reference_fp8 as reference
 from kvstore.layout import FORMATS, SCALE_RULES
 from tests.strided import REDZONE, place, rest_of, strided
@@ -433,17 +433,17 @@ def test_device_decoding_gives_the_bits_of_the_kernels(
     entries = torch.cat(fp8.pack(values, entry_format), dim=-1).to(device)
     planes = entries[..., :64], entries[..., 64:]
     expected = fp8.unpack(planes[0].cpu(), planes[1].cpu(), entry_format, dtype=dtype)
-    kernel = packed.Kernel(entry_format, SCALE_RULES[entry_format][0])
-    found = packed._unpack_remote(planes, kernel, dtype, None)
+    kernel = quantized.Kernel(entry_format, SCALE_RULES[entry_format][0])
+    found = quantized._unpack_remote(planes, kernel, dtype, None)
     assert found.device.type == device
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
     out = torch.empty_like(found)
-    assert packed._unpack_remote(planes, kernel, dtype, out) is out
+    assert quantized._unpack_remote(planes, kernel, dtype, out) is out
     assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
     with pytest.raises(ValueError, match="out must have shape, dtype and device"):
-        packed._unpack_remote(planes, kernel, dtype, out[:1])
+        quantized._unpack_remote(planes, kernel, dtype, out[:1])
     with pytest.raises(ValueError, match="scales must have shape, dtype and device"):
-        packed._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
+        quantized._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
 
 
 @every_format
