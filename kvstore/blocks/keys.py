@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.checks import integer
 from kvstore.errors import ConfigError
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
@@ -50,9 +51,7 @@ def keyed_format(block_bytes: int, key_bytes: int) -> FrameFormat:
         ("block_bytes", block_bytes, 2**31),
         ("key_bytes", key_bytes, KEY_BYTES_LIMIT),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            msg = f"{name} must be an integer in [1, {limit}], found {value!r}"
-            raise ConfigError(msg)
+        integer(value, name, 1, limit, ConfigError)
     words = key_words(key_bytes)
     group = LayerGroup(
         name=GROUP, layers=(0,), values=block_bytes, entry_format="u8", tokens_per_entry=words

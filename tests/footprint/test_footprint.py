@@ -365,7 +365,7 @@ def test_a_config_file_costs_what_its_preset_costs(
         ),
         (
             b'{"model_type": "llama", "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 1234567890}',
-            "config.json: config field num_hidden_layers must be at most 4,096, found 1234567890",
+            "config.json: config field num_hidden_layers must be an integer in [1, 4096], found 1234567890",
         ),
     ],
 )

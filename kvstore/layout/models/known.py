@@ -1,9 +1,9 @@
-"""Every model type whose cache is known here, with the classes that it belongs to and its family.
+"""Supported model types, with the stems of their class names and the rule for their layout.
 
-A type that is not here is refused: what a config says of its heads does not tell what else is cached.
-Checked by tests/layout/test_classes.py against the caches that transformers' own classes fill.
-Source: transformers 5.24, configuration_*.py and modeling_*.py of these types; of those that it has no
-class for, their repositories' own code and vLLM's.
+Other types are refused: the heads in a config do not tell what else a model caches.
+tests/layout/test_classes.py checks the layouts against the caches of transformers' classes. Source:
+configuration_*.py and modeling_*.py of transformers 5.24; for types without a class there, their
+repositories and vLLM.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from kvstore.layout.models.plain import Plain, Slides, plain
 from kvstore.layout.values import Layout
 
 Read = Callable[[Config, str, "str | Mapping[str, str] | None"], Layout]
-"""Makes a layout of a config, the format of its cache, and a caller's choice."""
+"""Function from a config, the format of its cache and the caller's ``dtype`` to a layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model type: the stems of its classes' names, as ``Llama`` of ``LlamaForCausalLM``, and its rule."""
+    """Model type: the stems of its class names, such as ``Llama`` of ``LlamaForCausalLM``, and its rule."""
 
     stems: tuple[str, ...]
     read: Read
 
 
 _HEADS: Mapping[str, None] = {"num_key_value_heads": None}
-"""Of a class that has KV heads for all heads unless its config says otherwise."""
+"""Default of classes with as many KV heads as heads."""
 _LLAMA = Plain(left_out=_HEADS)
 _GIVEN = Plain()
-"""Of a class with a number of KV heads of its own: a config has to give it."""
+"""Rule of classes whose config must give the number of KV heads."""
 
 
 def _plain(stems: str, spec: Plain = _LLAMA) -> Known:
@@ -48,7 +48,7 @@ def _latent(stems: str, spec: Latent | None = None) -> Known:
 
 
 def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
-    """Return a type whose entries have formats of their own, which no ``dtype`` changes."""
+    """Return a type with fixed entry formats, to which ``dtype`` does not apply."""
 
     def layout(config: Config, _own: str, dtype: str | Mapping[str, str] | None) -> Layout:
         if dtype is not None:
@@ -60,11 +60,11 @@ def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
 
 
 def _falcon_kv_heads(config: Config, heads: int) -> int:
-    """Return the KV heads of Falcon, whose later configs each engine caches in another way."""
+    """Return the KV heads of Falcon; engines differ in the cache of its later configs."""
     if config.get("new_decoder_architecture"):
         msg = (
             f"model type {type_of(config)} has new_decoder_architecture: transformers caches keys and values "
-            "for every head, other engines for KV heads alone; make a kvstore.Layout of your own"
+            "for every head, other engines only for KV heads; make a kvstore.Layout"
         )
         raise ConfigError(msg)
     if config.get("multi_query", True):
@@ -358,14 +358,14 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "vipllava": ("VipLlava",),
     "voxtral": ("Voxtral",),
 }
-"""Model types of several media whose cache is that of the language model in them, and their stems.
+"""Multimodal model types that only cache their language model, and their stems.
 
-What an image or a sound becomes are tokens of that model. Types that attend across (mllama, idefics,
-evolla) are not here.
+Images and sounds are tokens of that model. Types with cross attention (mllama, idefics, evolla) are
+not listed.
 """
 
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Fields that hold the config of a wrapper's language model, the first found counts."""
+"""Fields with the config of a wrapper's language model, in order of preference."""
 
 _NOT_YET = "this version describes keys and values, latents and sliding windows alone"
 _STATE = f"keeps a recurrent or convolution state beside or instead of keys and values: {_NOT_YET}"
