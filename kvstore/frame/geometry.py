@@ -58,7 +58,7 @@ class FrameGeometry:
 
     def __init__(self, layout: Layout, block_tokens: int) -> None:
         """Compute all offsets. Raises ``ConfigError`` if a block would hold a fraction of an entry."""
-        integer(block_tokens, "block_tokens", 1, 2**32 - 1, ConfigError)
+        block_tokens = integer(block_tokens, "block_tokens", 1, 2**32 - 1, ConfigError)
         if block_tokens % layout.alignment:
             msg = (
                 f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, "
