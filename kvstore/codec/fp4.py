@@ -1,7 +1,7 @@
 """FP4 for arrays and tensors: two values a byte, in blocks that share one scale byte.
 
 The formats and their rules are normative in docs/format.md, section 3;
-:mod:`kvstore.codec.numpy_reference` is the same in NumPy.
+:mod:`kvstore.codec.numpy_fp4` is the same in NumPy.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import native, numpy_reference, quantized
+from kvstore.codec import native, quantized
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests import numpy_fp4
 from tests.strided import REDZONE, place, rest_of, strided
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -133,7 +134,7 @@ def test_any_shape_and_stride_gives_the_bytes_of_the_reference_and_no_other(
 
     result = fp4.pack(values, entry_format, scale_rule=scale_rule, out=(out[0], out[1]))
 
-    expected = numpy_reference.pack(plain.astype(np.float32), entry_format, scale_rule)
+    expected = numpy_fp4.pack(plain.astype(np.float32), entry_format, scale_rule)
     assert result[0] is out[0]
     assert np.array_equal(out[0], expected.codes)
     assert np.array_equal(out[1], expected.scales)
@@ -142,8 +143,8 @@ def test_any_shape_and_stride_gives_the_bytes_of_the_reference_and_no_other(
 
     target_buffer, target = place(shape, dtype, data.draw(strided(shape, itemsize)))
     assert fp4.unpack(out[0], out[1], entry_format, dtype=dtype, out=target) is target
-    exact = numpy_reference.unpack(expected.codes, expected.scales, entry_format)
-    bits = numpy_reference.narrow(exact, np.dtype(dtype).name)
+    exact = numpy_fp4.unpack(expected.codes, expected.scales, entry_format)
+    bits = numpy_fp4.narrow(exact, np.dtype(dtype).name)
     assert np.ascontiguousarray(target).tobytes() == bits.tobytes()
     assert (rest_of(target_buffer, target) == REDZONE).all()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codec.numpy_reference import (
+from tests.numpy_fp4 import (
     E4M3,
     E4M3_BYTES,
     E8M0_BYTES,
