@@ -28,7 +28,7 @@ from kvstore.codec.arrays import (
     is_remote,
     is_tensor,
     row_contiguous,
-    row_runs,
+    row_ranges,
     same_kind,
 )
 from kvstore.codec.protocol import GroupCodec
@@ -212,11 +212,11 @@ def pack(
     data = row_contiguous(source.data)
     check_apart({**dict(zip(names, targets, strict=True)), "values": data})
     prepared = kernel.prepared(source.dtype)
-    for run in row_runs(data, *targets):
-        rows = [native.Rows(*start) for start in zip(run.addresses, run.strides, strict=True)]
+    for each in row_ranges(data, *targets):
+        rows = [native.Rows(*start) for start in zip(each.addresses, each.strides, strict=True)]
         met = prepared.pack(
             *rows,
-            rows=run.rows,
+            rows=each.rows,
             row_values=data.shape[-1],
             is_measured=stats is not None and stats.is_measured,
         )
@@ -254,9 +254,9 @@ def unpack(
         values = empty_like(codes, shape, target_dtype)
     target = _target_apart(values, shape, target_dtype, sources, kernel)
     prepared = kernel.prepared(target_dtype)
-    for run in row_runs(*sources, target):
-        rows = [native.Rows(*start) for start in zip(run.addresses, run.strides, strict=True)]
-        prepared.unpack(*rows, rows=run.rows, row_values=shape[-1])
+    for each in row_ranges(*sources, target):
+        rows = [native.Rows(*start) for start in zip(each.addresses, each.strides, strict=True)]
+        prepared.unpack(*rows, rows=each.rows, row_values=shape[-1])
     return values
 
 

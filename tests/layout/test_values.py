@@ -700,7 +700,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         (b" " * (1 << 24) + b"{}", "config.json: larger than any config.json"),
         (b"[1]", "config.json: a JSON list, expected an object"),
         (b"null", "config.json: a JSON NoneType, expected an object"),
-        (b"{}", "the config must name its model_type, found None"),
+        (b"{}", "the config must have a model_type, found None"),
         (
             b'{"model_type": "llava", "text_config": []}',
             "text_config must be an object, found []",
