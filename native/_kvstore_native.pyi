@@ -1,4 +1,4 @@
-"""Types of the C module. The contract, and what each function does, is in kvstore_native.h."""
+"""Types of the C module. kvstore_native.h is the reference."""
 
 from typing import Any
 

@@ -12,9 +12,9 @@ enum { AVX512_IS_EMULATED = 0 };
 #endif
 
 enum {
-    MEASURED_VALUES = 4096, /* packed, then measured: what both touch fits the second cache */
+    MEASURED_VALUES = 4096, /* quantized, then measured, in the second-level cache */
     LINE = 64,
-    AHEAD = 8 /* entries that are fetched while one is unpacked; 4 to 16 measure alike */
+    AHEAD = 8 /* entries prefetched while one is dequantized; 4 to 16 perform alike */
 };
 
 int kvstore_level(void) {
@@ -83,13 +83,13 @@ int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, in
     return KVSTORE_OK;
 }
 
-/* The rows of one call: where the next row of each buffer starts, and how many there are. */
+/* Rows of one call: the next row of each buffer, and the number of rows. */
 struct walk {
     size_t rows, count, value_bytes, code_bytes, scale_bytes;
     ptrdiff_t value_stride, code_stride, scale_stride;
 };
 
-/* Find how long a row is. A walk of no rows, or of empty ones, is no error. */
+/* Compute the size of a row. No rows, or empty rows, are no error. */
 static int measure(const struct kvstore_codec *codec, struct walk *walk) {
     const struct shape shape = SHAPE[codec->format];
     /* A row of FP8 has a scale, so it cannot be empty. */
@@ -112,7 +112,7 @@ int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes
     return code;
 }
 
-/* Check a call of rows, and make one row of those that follow each other. */
+/* Check a call, and join consecutive rows to one row. */
 static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const void *values,
                      const void *codes, const void *scales, int is_unpack) {
     const int failed = measure(codec, walk);
@@ -131,14 +131,14 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
     if (SHAPE[codec->format].block && walk->value_stride == (ptrdiff_t)walk->value_bytes &&
         walk->code_stride == (ptrdiff_t)walk->code_bytes &&
         walk->scale_stride == (ptrdiff_t)walk->scale_bytes) {
-        walk->count *= walk->rows; /* no overflow: check() found that all of it has addresses */
+        walk->count *= walk->rows; /* no overflow: check() found that all rows have addresses */
         walk->value_bytes *= walk->rows;
         walk->rows = 1;
     }
     return KVSTORE_OK;
 }
 
-/* Pack a row, and measure it piece by piece, while its values are in the cache. */
+/* Quantize a row in chunks, and measure each while its values are in the cache. */
 static void pack_measured(const struct kvstore_codec *codec, const unsigned char *values,
                           size_t count, uint8_t *codes, uint8_t *scales,
                           struct kvstore_pack_stats *stats, struct kvstore_pack_error *error) {
@@ -272,16 +272,16 @@ static int check_gather(const struct walk *walk, const struct kvstore_entries *e
     return KVSTORE_OK;
 }
 
-/* Where one entry lies. */
+/* Addresses of one entry. */
 struct place {
     const uint8_t *codes, *scales;
 };
 
-/* Find an entry, and start to fetch it: the CPU cannot guess where the next ones lie. */
+/* Compute the addresses of an entry and prefetch it: the access pattern is irregular. */
 static struct place fetch(const struct kvstore_entries *entries, int64_t entry,
                           const struct walk *walk) {
     size_t page = 0, slot = (size_t)entry;
-    if (slot >= entries->page_entries || entries->table) { /* else spare a division */
+    if (slot >= entries->page_entries || entries->table) { /* else skip the division */
         page = slot / entries->page_entries;
         slot -= page * entries->page_entries;
         page = entries->table ? (size_t)entries->table[page] : page;

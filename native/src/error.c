@@ -1,10 +1,9 @@
-/* How far packed values lie from what they were: sums of squares, of the differences and of the
- * values. */
+/* Quantization error: sums of the squared differences and of the squared values. */
 #include "codec.h"
 
 enum {
     PIECE = 512
-}; /* values unpacked at a time: with their sources they stay in the first cache */
+}; /* values dequantized at a time: with their sources they fit the first-level cache */
 
 static double float_of(const unsigned char *values, size_t i, int dtype) {
     const uint32_t bits = load(values + i * WIDE_BYTES[dtype], dtype);

@@ -1,7 +1,6 @@
-/* FP4 packing with AVX2: integers only. The floating point was all done by the portable kernel, in
- * fp4_prepare: here a magnitude is compared with where its element changes, and an element looked
- * up. So the bytes are the portable ones, whatever the rounding mode or the handling of subnormals.
- */
+/* FP4 with AVX2, on integers only: fp4_prepare of the portable kernel did all floating-point work.
+ * Magnitudes are compared with the limits of their elements, and elements are looked up, so the
+ * bytes equal the portable ones in any rounding mode and subnormal mode. */
 #include "codec.h"
 
 #ifdef KVSTORE_HAS_X86

@@ -1,5 +1,5 @@
-/* FP4 packing with AVX-512 (BW, DQ, VL and VBMI): as fp4_avx2.c, twice as wide, and with look-ups
- * of whole numbers in place of bytes. */
+/* FP4 with AVX-512 (BW, DQ, VL and VBMI): as fp4_avx2.c, twice as wide, with look-ups of whole
+ * numbers instead of bytes. */
 #include "codec.h"
 
 #ifdef KVSTORE_HAS_X86

@@ -1,5 +1,5 @@
-/* Reading frames: from the file to where their payloads go, each verified on the way. What makes a
- * frame good is kvstore/frame/format.py's to say; this is the same, for many at once. */
+/* Reading frames from a file into memory with verification. kvstore/frame/format.py defines a good
+ * frame; this code applies the same checks to many frames. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 
 #include "codec.h"
@@ -12,12 +12,12 @@ enum {
     SUM_AT = 104, /* docs/format.md, section 4 */
     HEAD_BYTES = 112,
     FLAGS_AT = 6,
-    ANY_AT = 12, /* number and namespace id, which differ from block to block */
+    ANY_AT = 12, /* number and namespace id, which differ between blocks */
     ANY_END = 20,
     HASH_AT = 32,
     HASH_BYTES = 32,
     HAS_IMAGES = 1,
-    SKIPPED = 16384 /* bytes that take as long to copy as another system call: about 2 us */
+    SKIPPED = 16384 /* bytes whose copy takes as long as a system call, about 2 us */
 };
 
 static int read_whole(int file, int64_t offset, uint8_t *buffer, size_t bytes) {
@@ -54,7 +54,7 @@ static int is_head(const struct kvstore_frames *format, const uint8_t *frame, co
     return xxh3_end(&sum) == expected;
 }
 
-/* The sum that a frame names of one of the parts that are asked for. */
+/* Checksum of a requested part in a frame. */
 static uint64_t sum_of(const struct kvstore_frames *format, const uint8_t *frame, size_t part) {
     uint64_t sum;
     const size_t first = HEAD_BYTES + format->block_tokens * sizeof(uint32_t);
@@ -75,7 +75,7 @@ static int are_parts_good(const struct kvstore_frames *format, const uint8_t *fr
     return 1;
 }
 
-/* Hand out the payload of one frame. */
+/* Copy the payload of one frame. */
 static int hand_out(const struct kvstore_frames *format, const uint8_t *frame, size_t block,
                     int level, size_t streamed_bytes) {
     for (size_t i = 0; i < format->piece_count; i++) {
@@ -96,7 +96,7 @@ static int hand_out(const struct kvstore_frames *format, const uint8_t *frame, s
     return KVSTORE_OK;
 }
 
-/* Read the head of a frame and the parts that are asked for to where they lie in it. */
+/* Read the head of a frame and the requested parts to their offsets in the buffer. */
 static int read_frame(const struct kvstore_frames *format, int file, int64_t offset,
                       uint8_t *frame) {
     const size_t head = format->payload_offset, count = format->part_count;

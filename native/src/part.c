@@ -1,4 +1,4 @@
-/* Reading and writing a part: what is handed out or taken in is summed on the way. */
+/* Copying and summing a part in one pass, in both directions. */
 #include "codec.h"
 #include "xxh3.h"
 
@@ -6,10 +6,10 @@ enum {
     STEP = 4096, /* bytes of codes that are unpacked and then summed: from here on larger ones gain
                     little */
     STAGED = 4096,   /* bytes of short rows that are copied at a time */
-    SHORT_ROW = 1024 /* rows up to here go through a stage: their own calls would cost more */
+    SHORT_ROW = 1024 /* shorter rows go through the stage: separate calls would cost more */
 };
 
-/* A piece with what follows from its codec. */
+/* A segment with the sizes that its codec determines. */
 struct measured {
     const struct kvstore_piece *piece;
     struct row_bytes row;
@@ -53,7 +53,7 @@ static int check_place(const struct measured *piece, const struct plane *part, i
     return disjoint(place, piece->rows, part, 1) ? KVSTORE_OK : KVSTORE_ERR_OVERLAP;
 }
 
-/* Check a whole call, and find how many bytes its places take. Those that are written are apart. */
+/* Check a call, and compute the bytes of its segments. Written segments must not overlap. */
 static int check_pieces(const struct plane *part, const struct kvstore_piece *pieces, size_t count,
                         int is_output, size_t *place_bytes) {
     size_t part_bytes = 0;
@@ -75,7 +75,7 @@ static int check_pieces(const struct plane *part, const struct kvstore_piece *pi
         if (code != KVSTORE_OK) {
             return code;
         }
-        *place_bytes += one.rows * one.row.values; /* no overflow: all of it has addresses */
+        *place_bytes += one.rows * one.row.values; /* no overflow: all rows have addresses */
         for (size_t j = 0; is_output && j < i; j++) {
             measure(&pieces[j], &other);
             if (other.rows > 0 && !disjoint(&one.place, one.rows, &other.place, other.rows)) {
@@ -86,8 +86,8 @@ static int check_pieces(const struct plane *part, const struct kvstore_piece *pi
     return part_bytes == part->row_bytes ? KVSTORE_OK : KVSTORE_ERR_SHAPE;
 }
 
-/* Rows of `bytes` bytes. Not one memcpy a row: where a compiler knows that rows are short, it makes
- * of that what takes 20 ns a row. */
+/* Copy rows of `bytes` bytes. Not with a memcpy per row: for rows known to be short, compilers emit
+ * code that takes 20 ns a row. */
 static inline __attribute__((always_inline)) void
 copy_rows_of(uint8_t *target, ptrdiff_t target_stride, const uint8_t *source,
              ptrdiff_t source_stride, size_t rows, size_t bytes) {
@@ -130,8 +130,7 @@ static void copy_rows(uint8_t *target, ptrdiff_t target_stride, const uint8_t *s
 #undef ROWS_OF
 }
 
-/* How many runs of bytes a unit's rows are in their place, and how long one is: rows that follow
- * each other are one. */
+/* Number and length of the contiguous ranges that a unit's rows form in memory. */
 static size_t runs_of(const struct measured *piece, size_t *bytes) {
     const size_t rows = piece->piece->rows;
     *bytes = piece->row.values;
@@ -142,8 +141,8 @@ static size_t runs_of(const struct measured *piece, size_t *bytes) {
     return 1;
 }
 
-/* Copy the rows of a unit. Long ones are summed as they are written. Short ones are read into a
- * stage, summed there and handed out from there; either way each byte of the part is read once. */
+/* Copy the rows of a unit. Long rows are summed while they are written. Short rows are copied to
+ * the stage, summed there and copied from there; each byte of the part is read once. */
 static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
                       uint8_t *target, int is_streamed) {
     const ptrdiff_t stride = piece->place.stride;
@@ -165,8 +164,8 @@ static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint
     }
 }
 
-/* Copy the rows of a unit to the part. Each byte is read once, and what is summed is what was
- * written: rows that somebody changes meanwhile cannot have a sum that their copy does not. */
+/* Copy the rows of a unit to the part. Each byte is read once, and the written bytes are summed:
+ * the sum is that of the copy even if the rows change meanwhile. */
 static void take_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
                       uint8_t *part) {
     const ptrdiff_t stride = piece->place.stride;
@@ -187,8 +186,8 @@ static void take_unit(struct xxh3 *sum, const struct measured *piece, const uint
     }
 }
 
-/* Unpack the rows of a unit, and sum their codes while they are in the nearest cache; the scales,
- * which lie behind all codes, in the end. */
+/* Dequantize the rows of a unit, and sum their codes while they are in the first-level cache;
+ * sum the scales, which come after all codes, at the end. */
 static void unpack_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
                         uint8_t *target, int is_streamed) {
     const struct kvstore_codec *codec = piece->piece->codec;
@@ -210,7 +209,7 @@ static void unpack_unit(struct xxh3 *sum, const struct measured *piece, const ui
     xxh3_update(sum, scales, rows * row->scales, NULL, 0);
 }
 
-/* Hand out pieces of equally many units, which take turns; return what lies behind them. */
+/* Read interleaved segments with equal units; return the address after them. */
 static const uint8_t *read_pieces(struct xxh3 *sum, const struct kvstore_piece *pieces,
                                   size_t count, const uint8_t *part, int is_streamed) {
     for (size_t unit = 0; unit < pieces->units; unit++) {
@@ -229,7 +228,7 @@ static const uint8_t *read_pieces(struct xxh3 *sum, const struct kvstore_piece *
     return part;
 }
 
-/* Take pieces of equally many units in, which take turns; return where the part goes on. */
+/* Write interleaved segments with equal units; return the address after them. */
 static uint8_t *write_pieces(struct xxh3 *sum, const struct kvstore_piece *pieces, size_t count,
                              uint8_t *part) {
     for (size_t unit = 0; unit < pieces->units; unit++) {
@@ -247,7 +246,7 @@ static uint8_t *write_pieces(struct xxh3 *sum, const struct kvstore_piece *piece
     return part;
 }
 
-/* Where the pieces end that take turns with the first one. */
+/* End of the segments that are interleaved with the first. */
 static size_t turns(const struct kvstore_piece *pieces, size_t first, size_t count) {
     size_t stop = first + 1;
     while (stop < count && pieces[stop].units == pieces[first].units) {
