@@ -92,6 +92,10 @@ class Rows:
     address: int
     stride: int
 
+    def arguments(self, ctype: str = "uint8_t *") -> tuple[CData, int]:
+        """Return address and stride as C arguments."""
+        return ffi.cast(ctype, self.address), self.stride
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -192,8 +196,7 @@ class Prepared:
             rows,
             row_values,
             values.stride,
-            *_planes(codes, scales),
-            stats,
+            *(*codes.arguments(), *scales.arguments(), stats),
             error if is_measured else ffi.NULL,
         )
         _check(code)
@@ -203,15 +206,9 @@ class Prepared:
         self, codes: Rows, scales: Rows, values: Rows, *, rows: int, row_values: int
     ) -> None:
         """Dequantize rows. Raises and threads as :meth:`pack`."""
-        code = lib.kvstore_unpack(
-            self._pointer,
-            *_planes(codes, scales),
-            rows,
-            row_values,
-            ffi.cast("void *", values.address),
-            values.stride,
-        )
-        _check(code)
+        planes = (*codes.arguments(), *scales.arguments())
+        wide = values.arguments("void *")
+        _check(lib.kvstore_unpack(self._pointer, *planes, rows, row_values, *wide))
 
     def gather(
         self,
@@ -245,22 +242,8 @@ class Prepared:
                 "table_pages": table[1] if table else 0,
             },
         )
-        code = lib.kvstore_gather(
-            self._pointer,
-            entries,
-            ffi.cast("int64_t *", index),
-            rows,
-            row_values,
-            ffi.cast("void *", values.address),
-            values.stride,
-        )
-        _check(code)
-
-
-def _planes(codes: Rows, scales: Rows) -> tuple[CData, int, CData, int]:
-    """Return the C arguments of both planes."""
-    pointers = [ffi.cast("uint8_t *", plane.address) for plane in (codes, scales)]
-    return pointers[0], codes.stride, pointers[1], scales.stride
+        chosen, wide = ffi.cast("int64_t *", index), values.arguments("void *")
+        _check(lib.kvstore_gather(self._pointer, entries, chosen, rows, row_values, *wide))
 
 
 @functools.lru_cache(maxsize=64)
