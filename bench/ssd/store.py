@@ -36,6 +36,7 @@ from kvstore.frame.targets import Places
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import block_hashes
+from kvstore.output.sizes import size_text
 from kvstore.store.opening import format_text
 from kvstore.tier.ssd.directory import DATA_FILE
 from kvstore.tier.ssd.records import Record
@@ -412,7 +413,7 @@ def steady(
             of=layout.model,
             beside="pwrite + fdatasync over a file",
             bar=STEADY_BAR,
-            note=f"cap {capacity / 2**20:.0f} MiB, {blocks.count} blocks a prompt, {commit} a commit, {evicted} evicted",
+            note=f"cap {size_text(capacity)}, {blocks.count} blocks a prompt, {commit} a commit, {evicted} evicted",
             **speeds(mine, theirs, len(blocks.raw)),
         )
     ]

@@ -146,7 +146,7 @@ STREAMED_BYTES = _streamed_bytes()
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class PackResult:
     """``PackStats`` of one call."""
 
     nan_blocks: int
@@ -180,7 +180,7 @@ class Prepared:
         rows: int,
         row_values: int,
         is_measured: bool = False,
-    ) -> Met:
+    ) -> PackResult:
         """Quantize rows, and return their counters and, if ``is_measured``, the error.
 
         Raises:
@@ -200,7 +200,7 @@ class Prepared:
             error if is_measured else ffi.NULL,
         )
         _check(code)
-        return Met(stats.nan_blocks, stats.inf_values, error.difference, error.value)
+        return PackResult(stats.nan_blocks, stats.inf_values, error.difference, error.value)
 
     def unpack(
         self, codes: Rows, scales: Rows, values: Rows, *, rows: int, row_values: int

@@ -214,17 +214,17 @@ def pack(
     prepared = kernel.prepared(source.dtype)
     for each in row_ranges(data, *targets):
         rows = [native.Rows(*start) for start in zip(each.addresses, each.strides, strict=True)]
-        met = prepared.pack(
+        result = prepared.pack(
             *rows,
             rows=each.rows,
             row_values=data.shape[-1],
             is_measured=stats is not None and stats.is_measured,
         )
         if stats is not None:
-            stats.nan_blocks += met.nan_blocks
-            stats.inf_values += met.inf_values
-            stats.squared_error += met.squared_error
-            stats.squared_values += met.squared_values
+            stats.nan_blocks += result.nan_blocks
+            stats.inf_values += result.inf_values
+            stats.squared_error += result.squared_error
+            stats.squared_values += result.squared_values
     return planes
 
 

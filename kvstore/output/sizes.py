@@ -127,16 +127,16 @@ def _measured(text: str, units: Mapping[str, Fraction], expected: str) -> float:
     return float(value * units[unit])
 
 
-def size_text(size: float) -> str:
-    """Return bytes as text with three digits or more and a binary unit, such as ``"1.29 MiB"``."""
+def size_text(size: float, digits: int = 3) -> str:
+    """Return bytes as text with ``digits`` or more and a binary unit, such as ``"1.29 MiB"``."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 - the last one is used
         if size < 1024:
             break
         size /= 1024
     else:
         size *= 1024
-    digits = 0 if unit == "bytes" else max(0, 2 - len(str(int(size))) + 1)
-    return f"{size:,.{digits}f} {unit}"
+    decimals = 0 if unit == "bytes" else max(0, digits - len(str(int(size))))
+    return f"{size:,.{decimals}f} {unit}"
 
 
 def _short(text: str) -> str:

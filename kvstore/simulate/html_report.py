@@ -6,7 +6,6 @@ same report gives the same bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,8 +165,7 @@ class _Sizes:
     def _tick(self, value: float) -> str:
         if self.block_bytes is None:
             return f"{value:,.0f}"
-        power = min(int(math.log2(value)) // 10, 4)
-        return f"{value / 1024**power:,.0f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+        return size_text(value, digits=1)
 
     def text(self, blocks: int | None) -> str:
         """Return a size in the unit in which it is bought."""
