@@ -21,12 +21,12 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from _kvstore_native import CData
 
-VERSION = 5
+VERSION = 6
 """Version of the C interface that this module calls."""
 
 if lib.kvstore_native_version() != VERSION:
     raise ImportError(
-        f"_kvstore_native has contract version {lib.kvstore_native_version()}, expected {VERSION}; "
+        f"_kvstore_native has version {lib.kvstore_native_version()}, expected {VERSION}; "
         "it was built from another kvstore: reinstall the package"
     )
 
@@ -282,12 +282,12 @@ def prepare(
 _ALIGNMENT = 64
 
 SEGMENT_FIELDS = ("codec", "units", "rows", "row_values", "address", "stride")
-"""Columns of a table of segments: an int64 array whose rows are each a ``struct kvstore_piece``.
+"""Columns of a table of segments: an int64 array whose rows are each a ``struct kvstore_segment``.
 
 An array, because creating objects takes longer than copying their bytes. ``codec`` is 0 or the
 address of a :class:`Prepared`.
 """
-assert ffi.sizeof("struct kvstore_piece") == 8 * len(SEGMENT_FIELDS), (
+assert ffi.sizeof("struct kvstore_segment") == 8 * len(SEGMENT_FIELDS), (
     "kvstore needs 64-bit addresses"
 )
 
@@ -320,7 +320,7 @@ def read_parts(
     Cost: one C call a part, about 1 us each, and one pass over the bytes.
     """
     start = ffi.from_buffer("uint8_t[]", memory)
-    table = ffi.from_buffer("struct kvstore_piece[]", segments)
+    table = ffi.from_buffer("struct kvstore_segment[]", segments)
     number = LEVELS[level or default_level()]
     _check_parts(parts, len(start), len(table))
     for (begin, stop, first, last), expected in zip(parts, sums, strict=True):
@@ -353,7 +353,7 @@ def write_parts(
     Threads and cost as :func:`read_parts`.
     """
     start = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
-    table = ffi.from_buffer("struct kvstore_piece[]", segments)
+    table = ffi.from_buffer("struct kvstore_segment[]", segments)
     number = LEVELS[level or default_level()]
     found = ffi.new("uint64_t[]", len(parts))
     _check_parts(parts, len(start), len(table))
@@ -413,12 +413,12 @@ class FrameReader:
         frames.head = shape.head
         frames.parts, frames.part_count = self._parts, len(parts)
         frames.first_part = first_part
-        frames.pieces = ffi.from_buffer("struct kvstore_piece[]", segments)
+        frames.segments = ffi.from_buffer("struct kvstore_segment[]", segments)
         taken = ffi.from_buffer("ptrdiff_t[]", steps)
         frames.steps, frames.shifts = (ffi.NULL, taken) if is_shifted else (taken, ffi.NULL)
         frames.any_parent, frames.checks_first = any_parent, checks_first
-        frames.scratch = ffi.from_buffer("struct kvstore_piece[]", scratch)
-        frames.piece_count = len(segments)
+        frames.scratch = ffi.from_buffer("struct kvstore_segment[]", scratch)
+        frames.segment_count = len(segments)
         self._buffer = ffi.new("uint8_t[]", shape.frame_bytes)
         self._block_tokens = shape.block_tokens
         self._blocks = blocks

@@ -207,11 +207,11 @@ int kvstore_xxh3_64(const void *data, size_t bytes, int level, uint64_t *sum);
  * kvstore_unpack. In the part a segment has `units` units of `rows` rows; in memory its rows are
  * consecutive. Adjacent segments with equal `units` are interleaved: the first unit of each, then
  * the second of each, and so on. */
-struct kvstore_piece {
+struct kvstore_segment {
     const struct kvstore_codec *codec; /* or null */
     size_t units, rows, row_values;
-    void *place; /* [units * rows]: row r starts place_stride * r bytes after it */
-    ptrdiff_t place_stride;
+    void *address; /* [units * rows]: row r starts row_stride * r bytes after it */
+    ptrdiff_t row_stride;
 };
 
 /* Verify a part and copy its segments in the same pass: each byte is summed while it is in a
@@ -219,7 +219,7 @@ struct kvstore_piece {
  *
  * part            in:  the bytes of all segments, in the order described above.
  * sum             expected kvstore_xxh3_64 of the part.
- * pieces          in:  [count] segments; their memory is out. It must not overlap the part or other
+ * segments        in:  [count]; their memory is out. It must not overlap the part or other
  *                 segments. Rows of two segments may interleave if their strides are equal in
  *                 magnitude.
  * level           at most kvstore_level(); dequantization has the level of its codec.
@@ -232,20 +232,20 @@ struct kvstore_piece {
  * NULL, STRIDE, OVERLAP or LEVEL. After SUM the segments are undefined; no other memory changed.
  * Cost of the checks: count^2 / 2 comparisons. */
 int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
-                      const struct kvstore_piece *pieces, size_t count, int level,
+                      const struct kvstore_segment *segments, size_t count, int level,
                       size_t streamed_bytes);
 
 /* Copy segments to a part and sum it in the same pass.
  *
- * part    out: [part_bytes]; must not overlap the segments.
- * pieces  in:  [count] segments without codecs, whose memory may overlap.
- * level   at most kvstore_level().
- * sum     out: kvstore_xxh3_64 of the part.
+ * part      out: [part_bytes]; must not overlap the segments.
+ * segments  in:  [count], without codecs; their memory may overlap.
+ * level     at most kvstore_level().
+ * sum       out: kvstore_xxh3_64 of the part.
  *
  * Bytes are read once, so the sum is that of the part even if the segments change meanwhile.
  *
  * Returns OK, SHAPE, NULL, STRIDE, OVERLAP, FORMAT (a segment has a codec) or LEVEL. */
-int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_piece *pieces,
+int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_segment *segments,
                        size_t count, int level, uint64_t *sum);
 
 /* Byte range of a part in a frame, and its range of segments. */
@@ -260,11 +260,11 @@ struct kvstore_frames {
     size_t first_part; /* parts of a frame before those below */
     const struct kvstore_frame_part *parts; /* in the order of the frame; gaps are read too */
     size_t part_count;
-    const struct kvstore_piece *pieces; /* with the addresses of block 0 */
+    const struct kvstore_segment *segments; /* with the addresses of block 0 */
     const ptrdiff_t *steps;  /* bytes from a segment to that of the next block; or */
     const ptrdiff_t *shifts; /* by block, bytes from the segments of block 0; NULL with steps */
-    struct kvstore_piece *scratch; /* [piece_count], for one call at a time */
-    size_t piece_count;
+    struct kvstore_segment *scratch; /* [segment_count], for one call at a time */
+    size_t segment_count;
     int any_parent;   /* whether the parent hash is not checked */
     int checks_first; /* whether a bad frame leaves its memory unchanged: a second pass */
 };

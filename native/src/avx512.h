@@ -22,7 +22,7 @@ static inline __m512i emulated_cvtepu8_epi32(__m128i bytes) {
 #define _mm512_cvtepu8_epi64 emulated_cvtepu8_epi64
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cmpgt_epi16_mask(a, b) (~_mm512_cmple_epi16_mask(a, b))
-#define _mm512_stream_si512(place, vector) _mm512_store_si512(place, vector)
+#define _mm512_stream_si512(address, vector) _mm512_store_si512(address, vector)
 #define AVX512
 #else
 #include <immintrin.h>

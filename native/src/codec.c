@@ -145,12 +145,12 @@ static void pack_measured(const struct kvstore_codec *codec, const unsigned char
     const struct shape shape = SHAPE[codec->format];
     const size_t most = shape.block ? MEASURED_VALUES : count;
     for (size_t i = 0; i < count; i += most) {
-        const size_t piece = count - i < most ? count - i : most;
+        const size_t chunk = count - i < most ? count - i : most;
         const unsigned char *from = values + i * WIDE_BYTES[codec->dtype];
-        uint8_t *piece_codes = codes + i / shape.values_per_byte;
-        uint8_t *piece_scales = scales + (shape.block ? i / shape.block * shape.scale_bytes : 0);
-        codec->pack(codec, from, piece, piece_codes, piece_scales, stats);
-        measure_row(codec, from, piece, piece_codes, piece_scales, error);
+        uint8_t *chunk_codes = codes + i / shape.values_per_byte;
+        uint8_t *chunk_scales = scales + (shape.block ? i / shape.block * shape.scale_bytes : 0);
+        codec->pack(codec, from, chunk, chunk_codes, chunk_scales, stats);
+        measure_row(codec, from, chunk, chunk_codes, chunk_scales, error);
     }
 }
 
@@ -273,13 +273,13 @@ static int check_gather(const struct walk *walk, const struct kvstore_entries *e
 }
 
 /* Addresses of one entry. */
-struct place {
+struct entry_address {
     const uint8_t *codes, *scales;
 };
 
 /* Compute the addresses of an entry and prefetch it: the access pattern is irregular. */
-static struct place fetch(const struct kvstore_entries *entries, int64_t entry,
-                          const struct walk *walk) {
+static struct entry_address fetch(const struct kvstore_entries *entries, int64_t entry,
+                                  const struct walk *walk) {
     size_t page = 0, slot = (size_t)entry;
     if (slot >= entries->page_entries || entries->table) { /* else skip the division */
         page = slot / entries->page_entries;
@@ -287,15 +287,15 @@ static struct place fetch(const struct kvstore_entries *entries, int64_t entry,
         page = entries->table ? (size_t)entries->table[page] : page;
     }
     const ptrdiff_t p = (ptrdiff_t)page, e = (ptrdiff_t)slot;
-    const struct place place = {
+    const struct entry_address address = {
         entries->codes + p * entries->code_page_stride + e * entries->code_stride,
         entries->scales + p * entries->scale_page_stride + e * entries->scale_stride};
     for (size_t byte = 0; byte < walk->code_bytes; byte += LINE) {
-        __builtin_prefetch(place.codes + byte);
+        __builtin_prefetch(address.codes + byte);
     }
-    __builtin_prefetch(place.codes + walk->code_bytes - 1);
-    __builtin_prefetch(place.scales);
-    return place;
+    __builtin_prefetch(address.codes + walk->code_bytes - 1);
+    __builtin_prefetch(address.scales);
+    return address;
 }
 
 int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entries *entries,
@@ -311,15 +311,15 @@ int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entri
         return code;
     }
     const int is_streamed = passes_the_cache(codec, &walk);
-    struct place places[AHEAD];
+    struct entry_address addresses[AHEAD];
     for (size_t row = 0; row < walk.rows && row < AHEAD; row++) {
-        places[row] = fetch(entries, index[row], &walk);
+        addresses[row] = fetch(entries, index[row], &walk);
     }
     for (size_t row = 0; row < walk.rows; row++) {
-        struct place *place = &places[row % AHEAD];
-        const struct place now = *place;
+        struct entry_address *address = &addresses[row % AHEAD];
+        const struct entry_address now = *address;
         if (row + AHEAD < walk.rows) {
-            *place = fetch(entries, index[row + AHEAD], &walk);
+            *address = fetch(entries, index[row + AHEAD], &walk);
         }
         codec->unpack(codec, now.codes, now.scales, walk.count,
                       (unsigned char *)values + (ptrdiff_t)row * value_stride, is_streamed);

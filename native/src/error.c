@@ -27,11 +27,11 @@ void measure_row(const struct kvstore_codec *codec, const unsigned char *values,
     const size_t bytes = WIDE_BYTES[codec->dtype];
     _Alignas(64) unsigned char unpacked[PIECE * 4];
     for (size_t i = 0; i < count; i += PIECE) {
-        const size_t piece = count - i < PIECE ? count - i : PIECE;
+        const size_t segment = count - i < PIECE ? count - i : PIECE;
         codec->unpack(codec, codes + i / shape.values_per_byte,
-                      scales + (shape.block ? i / shape.block * shape.scale_bytes : 0), piece,
+                      scales + (shape.block ? i / shape.block * shape.scale_bytes : 0), segment,
                       unpacked, 0);
-        codec->squares(values + i * bytes, unpacked, piece, codec->dtype, sums);
+        codec->squares(values + i * bytes, unpacked, segment, codec->dtype, sums);
     }
 }
 

@@ -78,11 +78,11 @@ static int are_parts_good(const struct kvstore_frames *format, const uint8_t *fr
 /* Copy the payload of one frame. */
 static int hand_out(const struct kvstore_frames *format, const uint8_t *frame, size_t block,
                     int level, size_t streamed_bytes) {
-    for (size_t i = 0; i < format->piece_count; i++) {
+    for (size_t i = 0; i < format->segment_count; i++) {
         const ptrdiff_t step =
             format->shifts ? format->shifts[block] : format->steps[i] * (ptrdiff_t)block;
-        format->scratch[i] = format->pieces[i];
-        format->scratch[i].place = (uint8_t *)format->pieces[i].place + step;
+        format->scratch[i] = format->segments[i];
+        format->scratch[i].address = (uint8_t *)format->segments[i].address + step;
     }
     for (size_t i = 0; i < format->part_count; i++) {
         const struct kvstore_frame_part *part = &format->parts[i];
@@ -113,8 +113,8 @@ static int check_frames(const struct kvstore_frames *format, size_t count, const
                         const void *hashes, const void *ids, const void *buffer) {
     if (format == NULL || (count > 0 && !(offsets && hashes && ids && buffer)) ||
         (format->part_count > 0 && format->parts == NULL) ||
-        (format->piece_count > 0 &&
-         !(format->pieces && (format->steps || format->shifts) && format->scratch))) {
+        (format->segment_count > 0 &&
+         !(format->segments && (format->steps || format->shifts) && format->scratch))) {
         return KVSTORE_ERR_NULL;
     }
     const size_t size = format->frame_bytes, head = format->payload_offset;
@@ -128,7 +128,7 @@ static int check_frames(const struct kvstore_frames *format, size_t count, const
     for (size_t i = 0; i < format->part_count; i++) {
         const struct kvstore_frame_part *part = &format->parts[i];
         if (part->start > part->stop || part->start < head || part->stop > size ||
-            part->first > part->last || part->last > format->piece_count ||
+            part->first > part->last || part->last > format->segment_count ||
             (i > 0 && part->start < format->parts[i - 1].stop)) {
             return KVSTORE_ERR_SHAPE;
         }
