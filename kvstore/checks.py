@@ -1,7 +1,7 @@
-"""Checks of arguments: each returns the value in one plain type, or says what it should have been.
+"""Checks of arguments: each returns the value as a plain Python type or raises an error.
 
-Errors name the argument, the accepted values and the value found. Methods raise ``ValueError``;
-whoever opens something passes ``error=ConfigError``.
+Errors name the argument, the accepted values and the value found. They are ``ValueError``, or the
+type given as ``error`` (``ConfigError`` for options). A bool is no number here.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ import math
 from collections.abc import Collection, Mapping, Set
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from kvstore.errors import brief
 
 ROLES = ("auto", "owner", "reader")
-"""What a process may be to a store."""
+"""Roles of a process in a store."""
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer of any type, and no bool."""
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number of any type, and no bool."""
+    return isinstance(value, (float, Real, np.number)) and not isinstance(value, bool | np.bool_)
 
 
 def flag(value: object, name: str, error: type[Exception] = ValueError) -> bool:
-    """Return a truth value as a bool."""
+    """Return a bool of Python or NumPy as a bool."""
     if not isinstance(value, bool | np.bool_):
         msg = f"{name} must be True or False, found {brief(value)}"
         raise error(msg)
@@ -31,33 +41,29 @@ def flag(value: object, name: str, error: type[Exception] = ValueError) -> bool:
 def integer(
     value: object,
     name: str,
-    low: int = 0,
+    low: int | None = 0,
     high: int | None = None,
     error: type[Exception] = ValueError,
 ) -> int:
-    """Return a whole number in ``[low, high]`` as an int; a bool is none, and neither is 16.0."""
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    number = int(value) if is_whole else low - 1  # type: ignore[call-overload]
-    if number < low or (high is not None and number > high):
-        within = (
-            f"an integer in [{low}, {high}]"
-            if high is not None
-            else f"an integer of at least {low}"
-        )
-        if high is None and low == 1:
-            within = "a positive integer"
-        msg = f"{name} must be {within}, found {brief(value)}"
-        raise error(msg)
-    return number
+    """Return an integer in ``[low, high]`` as an int; None is no bound, and 16.0 is no integer."""
+    if is_integer(value) and (low is None or low <= value) and (high is None or value <= high):
+        return int(value)
+    if low is None:
+        within = "an integer"
+    elif high is not None:
+        within = f"an integer in [{low}, {high}]"
+    else:
+        within = "a positive integer" if low == 1 else f"an integer of at least {low}"
+    msg = f"{name} must be {within}, found {brief(value)}"
+    raise error(msg)
 
 
 def number(
     value: object, name: str, what: str = "a number", error: type[Exception] = ValueError
 ) -> float:
-    """Return a real number as a float; NaN and bools are none. ``what`` names it in the message."""
-    is_real = isinstance(value, Real | np.number) and not isinstance(value, bool | np.bool_)
+    """Return a real number other than NaN as a float. ``what`` describes it in the message."""
     try:
-        found = float(value) if is_real else math.nan  # type: ignore[arg-type]
+        found = float(value) if is_number(value) else math.nan
     except (OverflowError, TypeError, ValueError):  # an int of 400 digits, a complex NumPy number
         found = math.nan
     if math.isnan(found):
@@ -67,7 +73,7 @@ def number(
 
 
 def positive(value: object, name: str, what: str, error: type[Exception] = ValueError) -> float:
-    """Return a real number above zero as a float; infinity is one."""
+    """Return a real number above zero, or infinity, as a float."""
     found = number(value, name, f"positive {what}", error)
     if found <= 0:
         msg = f"{name} must be positive {what}, found {brief(value)}"
@@ -94,15 +100,15 @@ def several(
     error: type[Exception] = ValueError,
     most: int | None = None,
 ) -> list[Any]:
-    """Return the items of a sequence or an iterator; a text, bytes, a set or a mapping is none of things.
+    """Return the items of a sequence or an iterator; text, bytes, sets and mappings are refused.
 
-    ``what`` names the items in the message. No more than ``most`` items are taken, and not one more.
+    ``what`` names the items in the message. At most ``most + 1`` items are read.
     """
     found: list[Any] | None = None
     if not isinstance(value, str | bytes | bytearray | Mapping | Set):
         try:
             found = list(islice(value, None if most is None else most + 1))  # type: ignore[call-overload]
-        except Exception:  # somebody else's __iter__ may raise anything
+        except Exception:  # a foreign __iter__ may raise anything
             found = None
     if found is None:
         msg = f"{name} must be a list of {what}, found {brief(value)}"
@@ -116,6 +122,6 @@ def several(
 def text(value: object, name: str, error: type[Exception] = ValueError) -> str:
     """Return a text."""
     if not isinstance(value, str):
-        msg = f"{name} must be a text, found {brief(value)}"
+        msg = f"{name} must be text, found {brief(value)}"
         raise error(msg)
     return value

@@ -1,15 +1,15 @@
-"""Every error that this package raises on purpose.
+"""Exception types of kvstore.
 
 KVStoreError
 ├── ConfigError      an option is impossible or contradicts another        (fix the option)
 ├── LayoutMismatch   the store at this path holds blocks of another layout (use another path)
 ├── StoreBusy        another process owns the store                        (open it as a reader)
-├── CapacityError    a tier cannot make room without dropping a pin        (shed load)
+├── CapacityError    a tier has no space without evicting pinned blocks    (shed load)
 ├── StoreError       a tier failed or is not a store                       (serve without it)
-└── TraceError       a file is not a trace, or one of its lines is bad     (fix the file)
+└── TraceError       a file is no trace, or has an invalid line            (fix the file)
 
-A miss is not an error: lookups return it. Bad arguments are ``ValueError`` and name what was found
-and what was expected; ``ConfigError`` is one too, because a bad option is a bad argument.
+A miss is no error: lookups return it. Invalid arguments raise ``ValueError``, whose message has the
+value found and the values expected; ``ConfigError`` is a ``ValueError`` for options.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from __future__ import annotations
 from pathlib import Path
 
 MOST_SHOWN = 200
-"""Characters of a value that an error repeats."""
+"""Most characters of a value in an error."""
 
 
 def brief(value: object) -> str:
-    """Return the start of a value's text, for an error; its type if it has no text.
+    """Return the start of a value's ``repr`` for an error, its type if ``repr`` fails.
 
-    A list may be too deep for one, an integer have too many digits.
+    It fails for lists that are too deep and integers with too many digits.
     """
     if isinstance(value, str) and len(value) > MOST_SHOWN:
         value = f"{value[:MOST_SHOWN]}..."
@@ -35,34 +35,34 @@ def brief(value: object) -> str:
 
 
 class KVStoreError(Exception):
-    """Base of every error that kvstore raises on purpose."""
+    """Base class of kvstore's exceptions."""
 
 
 class ConfigError(KVStoreError, ValueError):
-    """An option is impossible, or two options contradict each other."""
+    """An option is invalid, or two options contradict each other."""
 
 
-class LayoutMismatch(KVStoreError):  # noqa: N818 - the public name says what happened
-    """The store at this path was written for another layout. It was left untouched."""
+class LayoutMismatch(KVStoreError):  # noqa: N818 - the public name
+    """The store at this path has another layout. It was not changed."""
 
 
-class StoreBusy(KVStoreError):  # noqa: N818 - the public name says what happened
+class StoreBusy(KVStoreError):  # noqa: N818 - the public name
     """Another process owns the store."""
 
 
 class StoreError(KVStoreError):
-    """A tier failed, or what lies at a path is not a usable store."""
+    """A tier failed, or the path has no usable store."""
 
 
 class CapacityError(KVStoreError):
-    """A tier cannot make room without dropping something that is pinned."""
+    """A tier has no space without evicting pinned blocks."""
 
 
 class TraceError(KVStoreError):
-    """A file is not a trace, or one of its lines is bad."""
+    """A file is no trace, or has an invalid line."""
 
     def __init__(self, path: Path | str, fault: str, line: int = 0) -> None:
-        """``line`` counts from 1; 0 is the file as a whole."""
+        """``line`` counts from 1; 0 stands for the whole file."""
         super().__init__(path, fault, line)
         self.path, self.fault, self.line = str(path), fault, line
 

@@ -1,4 +1,4 @@
-"""Types of the C module. The contract, and what each function does, is in kvstore_native.h."""
+"""Types of the C module. kvstore_native.h is the reference."""
 
 from typing import Any
 
@@ -201,7 +201,7 @@ class Lib:
         part: CData,
         part_bytes: int,
         total: int,
-        pieces: CData,
+        segments: CData,
         count: int,
         level: int,
         streamed_bytes: int,
@@ -211,7 +211,7 @@ class Lib:
         self,
         part: CData,
         part_bytes: int,
-        pieces: CData,
+        segments: CData,
         count: int,
         level: int,
         total: CData,

@@ -1,7 +1,7 @@
-"""Build backend: setuptools plus the one step it has no word for, writing the cffi glue.
+"""Build backend: setuptools, and generation of the cffi source.
 
-pip calls these hooks (PEP 517 and 660) with this folder on the path. The C extension is built for
-the stable ABI, so one binary serves every Python from 3.11 on.
+pip calls these hooks (PEP 517 and 660) with this folder on the path. The C extension has the stable
+ABI, so one binary works with every Python from 3.11 on.
 """
 
 from __future__ import annotations

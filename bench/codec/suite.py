@@ -36,11 +36,12 @@ from numpy.typing import NDArray
 
 from kvstore import fp4
 from kvstore.cli.terminal import progress_bar
-from kvstore.codec import native, numpy_reference
+from kvstore.codec import native
 from kvstore.identity.block import BlockHash
 from kvstore.identity.hash import block_hashes
 from kvstore.layout import FORMATS, SCALE_RULES
 from kvstore.output.chart import Axis, Point, Series, chart
+from tests import numpy_fp4
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +186,7 @@ def peers(wide_bytes: int) -> Iterator[tuple[str, str, Work, Buffers]]:
         pack = f"pack {dtype} -> {entry_format} {rule}"
         unpack = f"unpack {entry_format} -> {dtype} plain"
         if dtype == "float32":
-            found[pack, "numpy"] = partial(numpy_reference.pack, rows, entry_format, rule, 1.0)
+            found[pack, "numpy"] = partial(numpy_fp4.pack, rows, entry_format, rule, 1.0)
             found[unpack, "numpy"] = partial(numpy_unpack, codes, scales, entry_format)
             found[pack, "ml_dtypes, no scales"] = partial(rows.astype, ml_dtypes.float4_e2m1fn)
         unpack_in_torch = partial(torch_unpack, *tensors, entry_format=entry_format, dtype=dtype)
@@ -207,7 +208,7 @@ def numpy_unpack(
 ) -> NDArray[np.float32]:
     """Unpack as one would in NumPy: a table of the pairs that a byte means, times the scales."""
     pairs = np.array([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)], np.float32)
-    factors = numpy_reference.scale_value(scales, entry_format).astype(np.float32)
+    factors = numpy_fp4.scale_value(scales, entry_format).astype(np.float32)
     found: NDArray[np.float32] = pairs[codes].reshape(len(codes), -1) * factors
     return found
 

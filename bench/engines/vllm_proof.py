@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.tier import Put
 
 ROOT = Path(__file__).parents[2]

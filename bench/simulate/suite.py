@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 from bench.simulate.models import leaf_first
+from kvstore.output.sizes import Size, size_of
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.path_index import simulate_policy
 from kvstore.simulate.run import Simulation, simulate
-from kvstore.simulate.sizes import Size, size_of
 from kvstore.trace.columns import Trace
 from kvstore.trace.info import info
 from kvstore.trace.reading import read

@@ -41,7 +41,8 @@ from kvstore.codec.zstd import HUFFMAN
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout
 from kvstore.frame.at_rest import Packing, frames_of
-from kvstore.frame.format import Frames, Header
+from kvstore.frame.format import Frames
+from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout
 

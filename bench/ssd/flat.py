@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from bench.ssd.peers import key_of, number_of
 from bench.ssd.store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
-from kvstore.frame.format import FrameFormat, Header, head_sum
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import Header, head_sum
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import Put, open_ssd

@@ -26,6 +26,7 @@ from kvstore import LayerGroup, Layout
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hashes
 from kvstore.index.prefix_tree import PrefixIndex, Segment
+from kvstore.output.sizes import size_text
 from kvstore.policy.lru import Lru
 from kvstore.tier.ssd.records import Record
 
@@ -186,7 +187,7 @@ def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance
             found,
             "s",
             OPEN_BAR_SECONDS,
-            f"a cursor of LMDB alone {median(shown):.2f} s; data.mdb of {size / 2**20:.0f} MiB, without payloads",
+            f"a cursor of LMDB alone {median(shown):.2f} s; data.mdb of {size_text(size)}, without payloads",
         )
         for kind, found in opened.items()
     ]

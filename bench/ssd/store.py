@@ -30,10 +30,13 @@ from kvstore import Layout, Namespace, Pages, PrefixCache
 from kvstore.cache.match import Match
 from kvstore.cli.demo.process import drop_page_cache
 from kvstore.codec import native
-from kvstore.frame.format import FrameFormat, Frames, Header, Places, head_sum
+from kvstore.frame.format import FrameFormat, Frames
+from kvstore.frame.header import Header, head_sum
+from kvstore.frame.targets import Places
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import block_hashes
+from kvstore.output.sizes import size_text
 from kvstore.store.opening import format_text
 from kvstore.tier.ssd.directory import DATA_FILE
 from kvstore.tier.ssd.records import Record
@@ -410,7 +413,7 @@ def steady(
             of=layout.model,
             beside="pwrite + fdatasync over a file",
             bar=STEADY_BAR,
-            note=f"cap {capacity / 2**20:.0f} MiB, {blocks.count} blocks a prompt, {commit} a commit, {evicted} evicted",
+            note=f"cap {size_text(capacity)}, {blocks.count} blocks a prompt, {commit} a commit, {evicted} evicted",
             **speeds(mine, theirs, len(blocks.raw)),
         )
     ]

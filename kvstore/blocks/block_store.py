@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvstore.blocks.keyed import Bytes, KeyedBlocks
-from kvstore.blocks.keys import Key, NamedBlock, keyed_format, keys_root, named
-from kvstore.checks import ROLES, choice, flag, number, several
+from kvstore.blocks.keys import KEY_BYTES_LIMIT, Key, NamedBlock, keyed_format, keys_root, named
+from kvstore.checks import ROLES, choice, flag, integer, number, several
 from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.format import FrameFormat
@@ -93,6 +93,8 @@ class BlockStore:
             "secret": secret,
             "request_share": request_share,
         }
+        block_bytes = integer(block_bytes, "block_bytes", 1, 2**31, ConfigError)
+        key_bytes = integer(key_bytes, "key_bytes", 1, KEY_BYTES_LIMIT, ConfigError)
         frame_format = keyed_format(block_bytes, key_bytes)
         checked = {
             name: _CHECKS[name](value, name) for name, value in given.items() if value is not None

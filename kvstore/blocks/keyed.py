@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from kvstore.blocks.keys import KEYS_NAMESPACE, KeyChain, NamedBlock, key_of
 from kvstore.errors import StoreError
-from kvstore.frame.format import FrameFormat, Header, Places
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import Header
+from kvstore.frame.targets import Places
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.policy.lru import Lru

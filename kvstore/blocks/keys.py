@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import ConfigError
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hash, root_digest
@@ -41,18 +40,7 @@ def key_words(key_bytes: int) -> int:
 
 
 def keyed_format(block_bytes: int, key_bytes: int) -> FrameFormat:
-    """Return the frame of blocks of ``block_bytes`` under keys of up to ``key_bytes`` bytes.
-
-    Raises:
-        ConfigError: if either is not a positive integer, or the key is longer than frames allow.
-    """
-    for name, value, limit in (
-        ("block_bytes", block_bytes, 2**31),
-        ("key_bytes", key_bytes, KEY_BYTES_LIMIT),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-            msg = f"{name} must be an integer in [1, {limit}], found {value!r}"
-            raise ConfigError(msg)
+    """Return the frame of blocks of ``block_bytes`` under keys of up to ``key_bytes`` bytes."""
     words = key_words(key_bytes)
     group = LayerGroup(
         name=GROUP, layers=(0,), values=block_bytes, entry_format="u8", tokens_per_entry=words

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.match import Hold
 from kvstore.errors import CapacityError
-from kvstore.frame.format import Wave
+from kvstore.frame.geometry import Wave
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.identity.chain import Prefix
 from kvstore.index.prefix_tree import GONE, NEVER, PrefixIndex, Segment

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from kvstore.cache.entries import Stored
 from kvstore.cache.match import Hold
 from kvstore.cache.reading import Limits
-from kvstore.frame.format import Frames, Wave
+from kvstore.frame.format import Frames
+from kvstore.frame.geometry import Wave
 from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
 from kvstore.store.context import Context

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.frame.format import Frames, Wave
+from kvstore.frame.format import Frames
+from kvstore.frame.geometry import Wave
 from kvstore.identity.chain import Prefix
 from kvstore.store.context import Context
 from kvstore.tier.ssd.tier import READ_BATCH, SsdTier

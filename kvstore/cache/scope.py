@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -20,7 +19,7 @@ from kvstore.cache.entries import Entries, Stored, host_entries
 from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.shared import SharedTiers
-from kvstore.checks import flag, integer, number, positive, several, text
+from kvstore.checks import flag, integer, is_integer, number, positive, several, text
 from kvstore.distribution import require_torch
 from kvstore.errors import ConfigError, StoreError, brief
 from kvstore.identity.block import BlockHash, ImageSpan
@@ -675,8 +674,7 @@ class Device:
 
 def _place(value: object, name: str, unit: int, limit: int) -> int:
     """Return a token position as an int. Raises ``ValueError`` if it is none, or not on a boundary."""
-    is_number = isinstance(value, Integral) and not isinstance(value, bool)
-    place = int(value) if is_number else -1  # type: ignore[call-overload]  # narrow ones overflow
+    place = int(value) if is_integer(value) else -1  # narrow ones overflow
     if not 0 <= place <= limit or place % unit:
         what = (
             f"a block boundary (a multiple of {unit})"

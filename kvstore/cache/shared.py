@@ -19,7 +19,9 @@ from kvstore.cache.jobs import Jobs
 from kvstore.cache.match import Hold, Match, PinnedPages
 from kvstore.cache.reading import Limits, Reads, Take
 from kvstore.errors import ConfigError, StoreError
-from kvstore.frame.format import Frames, Header, Wave
+from kvstore.frame.format import Frames
+from kvstore.frame.geometry import Wave
+from kvstore.frame.header import Header
 from kvstore.identity.block import KEY_BYTES, BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.index import plan

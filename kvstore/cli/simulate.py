@@ -253,11 +253,11 @@ def _report(trace: Trace, given: _Given, jobs: int) -> dict[str, Any]:
 
 def _question(simulation: Simulation, given: _Given) -> Question:
     """Return what is asked, in the blocks and bytes of one trace."""
+    from kvstore.output.sizes import rate_of, size_of
     from kvstore.simulate.cost import Cost, Link, ModelBytes, bytes_of_model
     from kvstore.simulate.hierarchy import tiers_of
     from kvstore.simulate.report import Question
     from kvstore.simulate.run import window_of
-    from kvstore.simulate.sizes import rate_of, size_of
     from kvstore.simulate.tiers import Inclusion
 
     trace = simulation.trace
@@ -288,7 +288,7 @@ def _question(simulation: Simulation, given: _Given) -> Question:
 
 def _windows(trace: Trace, given: _Given, sized: ModelBytes | None) -> Windows | None:
     """Return the window pool that is asked for: if an option names one, or the model has windows."""
-    from kvstore.simulate.sizes import seconds_of, size_of
+    from kvstore.output.sizes import seconds_of, size_of
     from kvstore.simulate.window import Windows, all_window_tokens
 
     tokens = given.window_tokens or (sized.window_tokens if sized is not None else 0)
@@ -500,9 +500,9 @@ def _seconds(times: Mapping[str, float]) -> list[str]:
 
 
 def _bytes(size: float | None) -> str:
-    from kvstore.simulate.sizes import bytes_text
+    from kvstore.output.sizes import size_text
 
-    return "-" if size is None else bytes_text(size)
+    return "-" if size is None else size_text(size)
 
 
 _FLOWS = {

@@ -1,7 +1,7 @@
-"""NumPy arrays and torch tensors seen as one thing: rows of numbers in host memory.
+"""Common view of NumPy arrays and torch tensors: rows of numbers in host memory.
 
-It knows no format. torch is never imported here: an object can only be a tensor if the caller has
-imported torch already. NumPy has no bfloat16 of its own, so those numbers travel as uint16 bits.
+This module does not import torch: an object can only be a tensor if torch is imported already. NumPy
+has no bfloat16, so these numbers are uint16 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
 
-    # Any: what an array may hold is checked when it is used, and differs from call to call.
+    # Any: element types differ between calls and are checked at use.
     Array: TypeAlias = NDArray[Any] | torch.Tensor
     DType: TypeAlias = str | type[np.generic] | np.dtype[np.generic] | torch.dtype
     ArrayT = TypeVar("ArrayT", NDArray[Any], torch.Tensor)
@@ -32,31 +32,31 @@ STORAGE: Mapping[str, type[np.generic]] = {
     "bfloat16": np.uint16,
     "uint8": np.uint8,
 }
-"""Element types that codecs know, and what NumPy holds them in."""
+"""NumPy storage types of the element types that codecs support."""
 _MAX_WORK = 10_000
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """Host memory of an array, shared with it: ``data`` has the storage type of ``dtype``."""
+    """Host memory of an array, shared with it; ``data`` has the storage type of ``dtype``."""
 
     data: NDArray[np.generic]
     dtype: str
 
 
 def is_tensor(array: object) -> TypeIs[torch.Tensor]:
-    """Tell a torch tensor without importing torch."""
+    """Return whether an object is a torch tensor, without importing torch."""
     return host.is_tensor(array)
 
 
 def is_remote(array: object) -> TypeIs[torch.Tensor]:
-    """Tell a tensor whose memory the host cannot read."""
+    """Return whether an object is a tensor in memory that the host cannot read."""
     return is_tensor(array) and array.device.type != "cpu"
 
 
 def same_kind(array: Array, role: str, like: ArrayT) -> ArrayT:
-    """Return ``array``, which must be of the same kind as ``like``: NumPy array or torch tensor.
+    """Return ``array``, which must have the kind of ``like``: NumPy array or torch tensor.
 
     Raises:
         ValueError: if it is not.
@@ -77,7 +77,7 @@ def dtype_name(dtype: DType) -> str:
     """Return the name of a dtype given as a name, a NumPy dtype or type, or a torch dtype.
 
     Raises:
-        ValueError: if it is none that codecs know.
+        ValueError: for a dtype that codecs do not support.
     """
     text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     name = text.removeprefix("torch.")
@@ -87,7 +87,7 @@ def dtype_name(dtype: DType) -> str:
 
 
 def check_plain(array: object, role: str) -> None:
-    """Raise ``ValueError`` for arrays whose memory does not say it all: masked, sparse, without data."""
+    """Raise ``ValueError`` for masked arrays, sparse tensors and tensors without data."""
     found = host.flaw_of(array)
     if found:
         raise ValueError(f"{role} must be a plain NumPy array or torch tensor, found {found}")
@@ -96,7 +96,7 @@ def check_plain(array: object, role: str) -> None:
 def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     """Return the memory of an array or CPU tensor, without a copy.
 
-    ``role`` names the array in errors; ``dtypes`` are those that it may have.
+    ``role`` names the array in errors; ``dtypes`` are the accepted ones.
 
     Raises:
         ValueError: if it is neither kind of array, is 0-dimensional, or has another dtype.
@@ -117,7 +117,7 @@ def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     return HostView(data, name)
 
 
-@functools.cache  # NumPy spells a name anew each time, which takes longer than to pack a row
+@functools.cache  # NumPy builds the name each time, which takes longer than quantizing a row
 def _numpy_name(dtype: np.dtype[np.generic]) -> str:
     return dtype.name if dtype.isnative else f"{dtype.name}, byte-swapped"
 
@@ -147,7 +147,7 @@ def check_length(array: object, role: str, length: int) -> None:
 
 
 def widen_bfloat16(bits: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Return the floats that bfloat16 bits stand for; exact."""
+    """Return the floats of bfloat16 bits; exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -160,17 +160,17 @@ def narrow_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def row_contiguous(view: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return the array itself if the numbers of a row are neighbours in memory, else a copy."""
+    """Return the array itself if its rows are contiguous, else a copy."""
     return view if has_contiguous_rows(view) else np.ascontiguousarray(view)
 
 
 def has_contiguous_rows(view: NDArray[np.generic]) -> bool:
-    """Tell whether the numbers along the last axis are neighbours in memory."""
+    """Return whether the last axis is contiguous."""
     return view.size == 0 or view.shape[-1] == 1 or view.strides[-1] == view.itemsize
 
 
 def empty_like(array: ArrayT, shape: tuple[int, ...], dtype: str) -> ArrayT:
-    """Return a new array or tensor of the same kind, on the same device."""
+    """Return a new array or tensor of the kind of ``array``, on its device."""
     if is_tensor(array):
         import torch
 
@@ -179,17 +179,17 @@ def empty_like(array: ArrayT, shape: tuple[int, ...], dtype: str) -> ArrayT:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype of that name; for bfloat16 it is the one of ml_dtypes."""
+    """Return the NumPy dtype of a name; ml_dtypes has the one of bfloat16."""
     if dtype != "bfloat16":
         return np.dtype(STORAGE[dtype])
-    import ml_dtypes  # only who asks NumPy for bfloat16 pays for it
+    import ml_dtypes  # imported only for bfloat16 of NumPy
 
     bfloat16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16
 
 
 def check_in(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
-    """Check that an input can be read row by row.
+    """Check the shape of an input and that its rows are contiguous.
 
     Raises:
         ValueError: for another shape, or rows that are not contiguous.
@@ -204,7 +204,7 @@ def check_in(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> No
 
 
 def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
-    """Check that an output can be written row by row.
+    """Check the shape of an output, that it is writable and that its rows are contiguous and apart.
 
     Raises:
         ValueError: for another shape, a read-only array, rows that are not contiguous, or an array
@@ -227,14 +227,14 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
 
 
 def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
-    """Check that no two of these arrays share memory. Interleaved rows are apart.
+    """Check that no two arrays share memory. Interleaved rows are apart.
 
     Raises:
-        ValueError: if two do, or if finding out is too much work.
+        ValueError: if two do, or if the check exceeds its bound.
     """
     for (name, view), (other_name, other) in itertools.combinations(views.items(), 2):
         try:
-            # Arrays of entries need a handful of steps; the bound stops adversarial strides.
+            # Arrays of entries need few steps; the bound stops adversarial strides.
             shared = np.shares_memory(view, other, max_work=_MAX_WORK)  # type: ignore[arg-type]  # stub names two values only
         except np.exceptions.TooHardError:
             shared = True
@@ -245,7 +245,7 @@ def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRange:
     """Rows of several arrays that are evenly spaced in each.
 
     Units:
@@ -257,10 +257,10 @@ class Run:
     strides: tuple[int, ...]
 
 
-def row_runs(*views: NDArray[np.generic]) -> Iterator[Run]:
-    """Split arrays with the same leading axes into as few runs of rows as their strides allow.
+def row_ranges(*views: NDArray[np.generic]) -> Iterator[RowRange]:
+    """Split arrays with equal leading axes into the fewest ranges of evenly spaced rows.
 
-    A C-ordered array is one run, and so is a slice of its last axis, whatever its leading shape.
+    A C-ordered array is one range, and so is a slice of its last axis, whatever its leading shape.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for axis, length in enumerate(views[0].shape[:-1]):
@@ -279,4 +279,4 @@ def row_runs(*views: NDArray[np.generic]) -> Iterator[Run]:
             for array in range(len(views))
         ]
         addresses = tuple(base + step for base, step in zip(bases, steps, strict=True))
-        yield Run(rows, addresses, strides)
+        yield RowRange(rows, addresses, strides)

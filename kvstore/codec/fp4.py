@@ -1,7 +1,6 @@
-"""FP4 for arrays and tensors: two values a byte, in blocks that share one scale byte.
+"""FP4 quantization of arrays and tensors: two values a byte, in blocks with one scale byte.
 
-The formats and their rules are normative in docs/format.md, section 3;
-:mod:`kvstore.codec.numpy_reference` is the same in NumPy.
+docs/format.md, section 3, is normative for formats and scale rules.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.checks import number
-from kvstore.codec import native, packed
-from kvstore.codec.packed import Kernel, PackStats
+from kvstore.codec import native, quantized
+from kvstore.codec.quantized import Kernel, PackStats
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
@@ -19,7 +18,7 @@ __all__ = ["PackStats", "gather", "pack", "relative_error", "unpack"]
 
 
 def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> Kernel:
-    rule = packed.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
+    rule = quantized.check_format(entry_format, scale_rule, native.FP4_FORMATS, "FP4")
     global_scale = number(global_scale, "global_scale")
     if not 2.0**-100 <= global_scale <= 2.0**100:
         raise ValueError(f"global_scale must lie in [2**-100, 2**100], found {global_scale!r}")
@@ -33,7 +32,7 @@ def _kernel(entry_format: str, scale_rule: str | None, global_scale: float) -> K
 
 
 def _unpacking_kernel(entry_format: str, global_scale: float) -> Kernel:
-    packed.check_format(entry_format, None, native.FP4_FORMATS, "FP4")
+    quantized.check_format(entry_format, None, native.FP4_FORMATS, "FP4")
     return _kernel(entry_format, native.UNPACKING_RULES.get(entry_format), global_scale)
 
 
@@ -46,27 +45,27 @@ def pack(
     global_scale: float = 1.0,
     stats: PackStats | None = None,
 ) -> tuple[ArrayT, ArrayT]:
-    """Pack float32, float16 or bfloat16 values to FP4, and return their nibbles and scales.
+    """Quantize float32, float16 or bfloat16 values to FP4, and return their nibbles and scales.
 
-    The result is of the same kind as ``values``: NumPy arrays, or tensors on the same device. With
+    The result has the kind of ``values``: NumPy arrays, or tensors on the same device. With
     ``out=(nibbles, scales)`` it is written there and returned; rows may be strided, so both can be
     slices of one array of entries, ``entries[..., :n // 2]`` and ``entries[..., n // 2:]``.
 
-    ``scale_rule`` is the format's first in ``layout.SCALE_RULES`` unless given. ``global_scale``,
-    for ``nvfp4`` with the rule ``torchao``, is what decoding multiplies by.
+    The default of ``scale_rule`` is the format's first in ``layout.SCALE_RULES``. ``global_scale``,
+    for ``nvfp4`` with the rule ``torchao``, is the factor of all dequantized values.
 
     Shapes:
         values ``[..., n]``; nibbles uint8 ``[..., n / 2]``, value 2i in the low half of byte i;
         scales uint8 ``[..., n / block]``, with blocks of 16 (``nvfp4``) or 32 (``mxfp4``).
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
-    Cost: reads the array where it lies, unless the last axis is not contiguous: then one copy. A
-        tensor on another device is copied to the host, and its result back: this synchronises.
+    Cost: reads the array in place, or a copy if the last axis is not contiguous. A tensor on another
+        device is copied to the host, and its result back: this synchronises.
     """
     kernel = _kernel(entry_format, scale_rule, global_scale)
-    return packed.pack(values, kernel, out=out, stats=stats)
+    return quantized.pack(values, kernel, out=out, stats=stats)
 
 
 def unpack(
@@ -87,12 +86,12 @@ def unpack(
         nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
     Cost: as :func:`pack`, but tensors of another device are decoded there, by a table lookup.
     """
     kernel = _unpacking_kernel(entry_format, global_scale)
-    return packed.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
+    return quantized.unpack(nibbles, scales, kernel, dtype=dtype, out=out)
 
 
 def gather(
@@ -106,9 +105,9 @@ def gather(
     out: Array | None = None,
     global_scale: float = 1.0,
 ) -> ArrayT:
-    """Unpack chosen entries only, as sparse attention reads them: row i is entry ``index[i]``.
+    """Dequantize chosen entries, as sparse attention reads them: row i is entry ``index[i]``.
 
-    Without ``pages``, entries are the rows of an array. With it they lie in a pool of pages, and
+    Without ``pages``, entries are the rows of an array. With it they are in a pool of pages, and
     ``pages`` is the page table of one prompt: entry e is entry ``e % m`` of page ``pages[e // m]``.
 
     Shapes:
@@ -116,22 +115,22 @@ def gather(
         with ``n / block``; index ``[k]`` and pages, integers; result ``[k, n]``.
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
-    Cost: reads the chosen entries alone, where they lie. Tensors of another device are gathered
+    Cost: reads only the chosen entries, in place. Tensors of another device are gathered
         and decoded there.
     """
     kernel = _unpacking_kernel(entry_format, global_scale)
-    return packed.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
+    return quantized.gather(nibbles, scales, index, kernel, pages=pages, dtype=dtype, out=out)
 
 
 def relative_error(
     values: ArrayT, entry_format: str, *, scale_rule: str | None = None, global_scale: float = 1.0
 ) -> float:
-    """Return the relative root-mean-square error of packing values and unpacking them.
+    """Return the relative root-mean-square error of quantizing values.
 
     0 for no values or only zeros; NaN if any value is NaN or infinite.
 
-    Cost: packs, unpacks and compares in float64 on the host: about 30 bytes a value.
+    Cost: quantizes to a temporary buffer on the host, and measures in float64.
     """
-    return packed.relative_error(values, _kernel(entry_format, scale_rule, global_scale))
+    return quantized.relative_error(values, _kernel(entry_format, scale_rule, global_scale))

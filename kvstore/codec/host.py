@@ -1,4 +1,4 @@
-"""Bytes of an engine, wherever they are, as host memory. It knows no layout and imports no torch."""
+"""Host memory of arrays, tensors and buffers of an engine, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 
 def is_tensor(array: object) -> bool:
-    """Tell a torch tensor without importing torch.
+    """Return whether an object is a torch tensor, without importing torch.
 
-    There is none before torch has its class, which comes late in an import that another thread is at.
+    While another thread imports torch, ``torch.Tensor`` may not exist yet.
     """
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     return isinstance(kind, type) and isinstance(array, kind)
@@ -21,7 +21,7 @@ def is_tensor(array: object) -> bool:
 def on_host(array: Any) -> NDArray[Any] | None:
     """Return a NumPy array or a torch tensor as a host array, None for anything else.
 
-    Cost: none for what is on the host already, one copy for a tensor of another device.
+    Cost: none on the host, one copy for a tensor of another device.
     """
     if flaw_of(array):
         return None
@@ -31,7 +31,7 @@ def on_host(array: Any) -> NDArray[Any] | None:
 
 
 def flaw_of(array: object) -> str:
-    """Return why the memory of an array or a tensor does not say it all, empty where it does."""
+    """Return why the memory of an array or tensor is not its data (masked, sparse, meta), or empty."""
     if isinstance(array, np.ma.MaskedArray):
         return "a masked array"
     if is_tensor(array):
@@ -46,7 +46,7 @@ def flaw_of(array: object) -> str:
 def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
     """Return the bytes of an array, a tensor, bytes or a bytearray; None for anything else.
 
-    Cost: none for what lies contiguous on the host, one copy otherwise.
+    Cost: none for contiguous host memory, one copy otherwise.
     """
     if isinstance(buffer, bytes | bytearray | memoryview):
         return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
@@ -61,7 +61,7 @@ def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
 
 
 def writable_bytes(buffer: Any) -> NDArray[np.uint8] | None:
-    """Return the bytes of a contiguous, writable buffer on the host in place, None for others."""
+    """Return the bytes of a contiguous, writable host buffer, shared with it; None for others."""
     if is_tensor(buffer):
         is_plain = buffer.device.type == "cpu" and not flaw_of(buffer) and buffer.is_contiguous()
         return host_bytes(buffer) if is_plain else None

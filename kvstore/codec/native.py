@@ -1,7 +1,7 @@
-"""The C kernels as Python calls on addresses. It knows no arrays and no shapes but rows.
+"""Python calls of the C kernels, on addresses and strides of rows.
 
-The only codec module that loads ``_kvstore_native``, and the only place where its return codes
-become exceptions. What each call does is written in native/include/kvstore_native.h.
+The only codec module that imports ``_kvstore_native`` and maps its return codes to exceptions.
+native/include/kvstore_native.h documents each call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from _kvstore_native import CData
 
-VERSION = 5
-"""Contract version that this module was written for."""
+VERSION = 6
+"""Version of the C interface that this module calls."""
 
 if lib.kvstore_native_version() != VERSION:
     raise ImportError(
-        f"_kvstore_native has contract version {lib.kvstore_native_version()}, expected {VERSION}; "
+        f"_kvstore_native has version {lib.kvstore_native_version()}, expected {VERSION}; "
         "it was built from another kvstore: reinstall the package"
     )
 
@@ -53,13 +53,13 @@ UNPACKING_RULES: Mapping[str, str] = {
     "mxfp8": "rceil",
     "fp8": "amax",
 }
-"""Rules to prepare a kernel with that only unpacks: to it all are alike, but these allow a global scale."""
+"""Rules to prepare a dequantizing kernel with: it ignores the rule, but these allow a global scale."""
 LEVELS: Mapping[str, int] = {
     "portable": lib.KVSTORE_LEVEL_PORTABLE,
     "avx2": lib.KVSTORE_LEVEL_AVX2,
     "avx512": lib.KVSTORE_LEVEL_AVX512,
 }
-"""Instructions that kernels may use, lowest first; all compute the same bytes."""
+"""Instruction sets of the kernels, lowest first; all compute the same bytes."""
 LEVEL_VARIABLE = "KVSTORE_LEVEL"
 
 _MESSAGES: Mapping[int, str] = {
@@ -70,20 +70,20 @@ _MESSAGES: Mapping[int, str] = {
         "global_scale must lie in [2**-100, 2**100], and be 1 but for the rule torchao"
     ),
     lib.KVSTORE_ERR_SHAPE: "a row must hold a whole number of blocks, and a row of fp8 a value",
-    lib.KVSTORE_ERR_NULL: "a buffer that is not empty has the address 0",
+    lib.KVSTORE_ERR_NULL: "a non-empty buffer has the address 0",
     lib.KVSTORE_ERR_STRIDE: "rows of an output overlap: its stride is shorter than a row",
     lib.KVSTORE_ERR_OVERLAP: "an output shares memory with another buffer",
-    lib.KVSTORE_ERR_LEVEL: "this processor does not have the level",
+    lib.KVSTORE_ERR_LEVEL: "this processor does not support the level",
     lib.KVSTORE_ERR_ALIGN: "a codec must be aligned to 64 bytes",
-    lib.KVSTORE_ERR_INDEX: "an entry or a page is named that does not exist",
-    lib.KVSTORE_ERR_SUM: "the bytes do not have the sum",
+    lib.KVSTORE_ERR_INDEX: "an entry or a page does not exist",
+    lib.KVSTORE_ERR_SUM: "the bytes do not match the checksum",
     lib.KVSTORE_ERR_RANGE: "a token id lies outside [0, 2**32)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one buffer lie.
+    """Address and stride of the rows of one buffer.
 
     Units:
         ``stride`` is the distance in bytes from one row to the next; it may be negative.
@@ -92,10 +92,14 @@ class Rows:
     address: int
     stride: int
 
+    def arguments(self, ctype: str = "uint8_t *") -> tuple[CData, int]:
+        """Return address and stride as C arguments."""
+        return ffi.cast(ctype, self.address), self.stride
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Where the entries of one plane of a pool of pages lie. Strides are in bytes."""
+    """Address and strides, in bytes, of the entries of one plane of a pool of pages."""
 
     address: int
     page_stride: int
@@ -109,18 +113,16 @@ def levels() -> tuple[str, ...]:
 
 @functools.cache
 def default_level() -> str:
-    """Return the level that is used unless another is asked for.
-
-    It is the highest, or what the environment variable KVSTORE_LEVEL names.
+    """Return the default level: the environment variable KVSTORE_LEVEL, else the highest supported.
 
     Raises:
-        ConfigError: if it names none, or none that this processor can run.
+        ConfigError: if KVSTORE_LEVEL names no level that this processor supports.
     """
     return choose_level(os.environ.get(LEVEL_VARIABLE, ""))
 
 
 def choose_level(name: str) -> str:
-    """Return the level of that name, or the highest for an empty one. Raises as its caller."""
+    """Return the level of that name, the highest for an empty one. Raises as :func:`default_level`."""
     if name and name not in levels():
         raise ConfigError(
             f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this "
@@ -130,7 +132,7 @@ def choose_level(name: str) -> str:
 
 
 def _streamed_bytes() -> int:
-    # Half of the last cache: a larger output evicts itself before anyone reads it.
+    # Half of the last-level cache: a larger output evicts itself before it is read.
     try:
         cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     except (ValueError, OSError):
@@ -140,12 +142,12 @@ def _streamed_bytes() -> int:
 
 _UNKNOWN_CACHE_BYTES = 32 << 20
 STREAMED_BYTES = _streamed_bytes()
-"""An output from this size on is written past the cache."""
+"""Outputs of at least this size are written with non-temporal stores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """What packing some rows met: ``PackStats`` of one call."""
+class PackResult:
+    """``PackStats`` of one call."""
 
     nan_blocks: int
     inf_values: int
@@ -155,18 +157,18 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A format and a dtype with the tables of their kernels. Made by :func:`prepare`.
+    """Kernels of a format and a dtype, with their tables. Made by :func:`prepare`.
 
     Threads: any number may use one at once.
     """
 
     _pointer: CData
     _memory: CData
-    """Owns what the pointer points into."""
+    """Owner of the memory behind the pointer."""
 
     @property
     def address(self) -> int:
-        """Where it lies, for a table of pieces. It must outlive that."""
+        """Address, for a table of segments. This object must outlive the table."""
         return int(ffi.cast("uintptr_t", self._pointer))
 
     def pack(
@@ -178,13 +180,13 @@ class Prepared:
         rows: int,
         row_values: int,
         is_measured: bool = False,
-    ) -> Met:
-        """Pack rows, and return what they held and, if it is to be measured, what was lost.
+    ) -> PackResult:
+        """Quantize rows, and return their counters and, if ``is_measured``, the error.
 
         Raises:
-            ValueError: for any code but KVSTORE_OK; nothing was written then.
+            ValueError: for any code but KVSTORE_OK; nothing was written.
 
-        Threads: the GIL is released; the buffers must stay alive and unshared until it returns.
+        Threads: the GIL is released; the buffers must stay alive and unshared until the return.
         """
         stats = ffi.new("struct kvstore_pack_stats *")
         error = ffi.new("struct kvstore_pack_error *")
@@ -194,32 +196,19 @@ class Prepared:
             rows,
             row_values,
             values.stride,
-            ffi.cast("uint8_t *", codes.address),
-            codes.stride,
-            ffi.cast("uint8_t *", scales.address),
-            scales.stride,
-            stats,
+            *(*codes.arguments(), *scales.arguments(), stats),
             error if is_measured else ffi.NULL,
         )
         _check(code)
-        return Met(stats.nan_blocks, stats.inf_values, error.difference, error.value)
+        return PackResult(stats.nan_blocks, stats.inf_values, error.difference, error.value)
 
     def unpack(
         self, codes: Rows, scales: Rows, values: Rows, *, rows: int, row_values: int
     ) -> None:
-        """Unpack rows. Raises and threads as :meth:`pack`."""
-        code = lib.kvstore_unpack(
-            self._pointer,
-            ffi.cast("uint8_t *", codes.address),
-            codes.stride,
-            ffi.cast("uint8_t *", scales.address),
-            scales.stride,
-            rows,
-            row_values,
-            ffi.cast("void *", values.address),
-            values.stride,
-        )
-        _check(code)
+        """Dequantize rows. Raises and threads as :meth:`pack`."""
+        planes = (*codes.arguments(), *scales.arguments())
+        wide = values.arguments("void *")
+        _check(lib.kvstore_unpack(self._pointer, *planes, rows, row_values, *wide))
 
     def gather(
         self,
@@ -233,7 +222,7 @@ class Prepared:
         rows: int,
         row_values: int,
     ) -> None:
-        """Unpack chosen entries. Raises and threads as :meth:`pack`.
+        """Dequantize chosen entries. Raises and threads as :meth:`pack`.
 
         ``pages`` are those of the pool and the entries of each; ``index`` is the address of
         ``rows`` int64 numbers, ``table`` that of the page table and its length.
@@ -253,16 +242,8 @@ class Prepared:
                 "table_pages": table[1] if table else 0,
             },
         )
-        code = lib.kvstore_gather(
-            self._pointer,
-            entries,
-            ffi.cast("int64_t *", index),
-            rows,
-            row_values,
-            ffi.cast("void *", values.address),
-            values.stride,
-        )
-        _check(code)
+        chosen, wide = ffi.cast("int64_t *", index), values.arguments("void *")
+        _check(lib.kvstore_gather(self._pointer, entries, chosen, rows, row_values, *wide))
 
 
 @functools.lru_cache(maxsize=64)
@@ -277,7 +258,7 @@ def prepare(
     """Return the kernels of a format, its rule and the dtype of its wide side.
 
     Raises:
-        ValueError: for a rule, a global scale or a level that cannot be.
+        ValueError: for a rule, a global scale or a level that the kernel does not support.
 
     Cost: milliseconds and 67 KB, the first time.
     """
@@ -300,17 +281,19 @@ def prepare(
 
 _ALIGNMENT = 64
 
-PIECE_FIELDS = ("codec", "units", "rows", "row_values", "place", "place_stride")
-"""Columns of a table of pieces: an int64 array whose rows are each a ``struct kvstore_piece``.
+SEGMENT_FIELDS = ("codec", "units", "rows", "row_values", "address", "stride")
+"""Columns of a table of segments: an int64 array whose rows are each a ``struct kvstore_segment``.
 
-An array, because to make objects takes longer than to copy what they name. ``codec`` is 0 or the
-address of a :class:`Prepared`, ``place`` an address.
+An array, because creating objects takes longer than copying their bytes. ``codec`` is 0 or the
+address of a :class:`Prepared`.
 """
-assert ffi.sizeof("struct kvstore_piece") == 8 * len(PIECE_FIELDS), "kvstore needs 64-bit addresses"
+assert ffi.sizeof("struct kvstore_segment") == 8 * len(SEGMENT_FIELDS), (
+    "kvstore needs 64-bit addresses"
+)
 
 
 class Part(NamedTuple):
-    """Bytes ``[start, stop)`` of some memory, which are the pieces ``[first, last)`` of a table."""
+    """Bytes ``[start, stop)`` of a frame, copied to segments ``[first, last)`` of a table."""
 
     start: int
     stop: int
@@ -322,22 +305,22 @@ def read_parts(
     memory: memoryview | NDArray[np.uint8],
     parts: Sequence[Part],
     sums: Sequence[int],
-    pieces: NDArray[np.int64],
+    segments: NDArray[np.int64],
     level: str | None = None,
 ) -> bool:
-    """Hand out the parts of some memory, each verified in the same pass; say whether all sums hold.
+    """Copy parts to their segments, each verified in the same pass; return whether all are intact.
 
-    ``sums`` are those that the parts must have; ``pieces`` are a table of ``PIECE_FIELDS``. The first
-    part with another sum ends it: its places hold anything then, and those behind it what they did.
+    ``sums`` are the expected checksums; ``segments`` is a table of ``SEGMENT_FIELDS``. It stops at the
+    first corrupt part: the segments of that part are undefined then, later ones unchanged.
 
     Raises:
         ValueError: for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
 
-    Threads: the GIL is released; all memory must stay alive and unshared until it returns.
-    Cost: one C call a part, about a microsecond each; then as the pass in kvstore_native.h.
+    Threads: the GIL is released; all memory must stay alive and unshared until the return.
+    Cost: one C call a part, about 1 us each, and one pass over the bytes.
     """
     start = ffi.from_buffer("uint8_t[]", memory)
-    table = ffi.from_buffer("struct kvstore_piece[]", pieces)
+    table = ffi.from_buffer("struct kvstore_segment[]", segments)
     number = LEVELS[level or default_level()]
     _check_parts(parts, len(start), len(table))
     for (begin, stop, first, last), expected in zip(parts, sums, strict=True):
@@ -359,10 +342,10 @@ def read_parts(
 def write_parts(
     memory: bytearray,
     parts: Sequence[Part],
-    pieces: NDArray[np.int64],
+    segments: NDArray[np.int64],
     level: str | None = None,
 ) -> list[int]:
-    """Take the parts of some memory in, each summed in the same pass; return the sums.
+    """Copy segments to their parts, each summed in the same pass; return the checksums.
 
     Raises:
         ValueError: for any code but KVSTORE_OK.
@@ -370,7 +353,7 @@ def write_parts(
     Threads and cost as :func:`read_parts`.
     """
     start = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
-    table = ffi.from_buffer("struct kvstore_piece[]", pieces)
+    table = ffi.from_buffer("struct kvstore_segment[]", segments)
     number = LEVELS[level or default_level()]
     found = ffi.new("uint64_t[]", len(parts))
     _check_parts(parts, len(start), len(table))
@@ -385,17 +368,17 @@ def write_parts(
 
 @dataclass(frozen=True, slots=True)
 class FrameShape:
-    """What frames of one format have in common."""
+    """Sizes and first bytes that all frames of one format share."""
 
     frame_bytes: int
     block_tokens: int
     payload_offset: int
     head: bytes
-    """The 32 bytes that a frame begins with; its number, namespace and image flag are any."""
+    """First 32 bytes of a frame; its number, namespace and image flag are ignored."""
 
 
 class FrameReader:
-    """Reads frames to one set of places. See ``kvstore_read_frames``.
+    """Reader of many frames into one target. See ``kvstore_read_frames``.
 
     Threads: one call at a time.
     """
@@ -404,7 +387,7 @@ class FrameReader:
         self,
         shape: FrameShape,
         parts: Sequence[Part],
-        pieces: NDArray[np.int64],
+        segments: NDArray[np.int64],
         steps: NDArray[np.int64],
         blocks: int,
         *,
@@ -413,16 +396,16 @@ class FrameReader:
         any_parent: bool = False,
         checks_first: bool = False,
     ) -> None:
-        """``pieces`` are those of block 0, ``steps`` the bytes from a block's place to the next.
+        """``segments`` are those of block 0, ``steps`` the bytes from a segment to that of the next block.
 
-        There are places for ``blocks`` blocks; ``parts`` are those of a frame from ``first_part`` on.
-        If ``is_shifted``, ``steps`` are by block, from the places of block 0 to its own. ``any_parent``
-        does not ask for a block's parent, ``checks_first`` writes nothing of a bad frame.
+        The target has ``blocks`` blocks; ``parts`` are those of a frame from ``first_part`` on. If
+        ``is_shifted``, ``steps`` are by block, from the segments of block 0 to its own. ``any_parent``
+        skips the check of the parent hash; ``checks_first`` writes nothing of a bad frame.
         """
         self._frames = ffi.new("struct kvstore_frames *")
         self._parts = ffi.new("struct kvstore_frame_part[]", [tuple(part) for part in parts])
-        scratch = np.empty_like(pieces)
-        self._kept = pieces, steps, scratch
+        scratch = np.empty_like(segments)
+        self._kept = segments, steps, scratch
         frames = self._frames
         frames.frame_bytes = shape.frame_bytes
         frames.block_tokens = shape.block_tokens
@@ -430,17 +413,17 @@ class FrameReader:
         frames.head = shape.head
         frames.parts, frames.part_count = self._parts, len(parts)
         frames.first_part = first_part
-        frames.pieces = ffi.from_buffer("struct kvstore_piece[]", pieces)
+        frames.segments = ffi.from_buffer("struct kvstore_segment[]", segments)
         taken = ffi.from_buffer("ptrdiff_t[]", steps)
         frames.steps, frames.shifts = (ffi.NULL, taken) if is_shifted else (taken, ffi.NULL)
         frames.any_parent, frames.checks_first = any_parent, checks_first
-        frames.scratch = ffi.from_buffer("struct kvstore_piece[]", scratch)
-        frames.piece_count = len(pieces)
+        frames.scratch = ffi.from_buffer("struct kvstore_segment[]", scratch)
+        frames.segment_count = len(segments)
         self._buffer = ffi.new("uint8_t[]", shape.frame_bytes)
         self._block_tokens = shape.block_tokens
         self._blocks = blocks
         self._done = ffi.new("size_t *")
-        # All of them together count: what is written first is gone from the cache in the end.
+        # The sum counts: the first frames are evicted from the cache before the last are written.
         self._streamed = 0 if blocks * shape.frame_bytes >= STREAMED_BYTES else STREAMED_BYTES
 
     def read(
@@ -452,13 +435,13 @@ class FrameReader:
         first_block: int,
         level: str | None = None,
     ) -> int:
-        """Read frames at ``offsets`` of a file; return how many leading ones were good.
+        """Read frames at ``offsets`` of a file; return the number of intact leading frames.
 
         Shapes:
             hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
 
         Raises:
-            ValueError: for shapes that do not belong together.
+            ValueError: for shapes that do not match, or blocks beyond the target.
 
         Threads: the GIL is released.
         """
@@ -467,7 +450,7 @@ class FrameReader:
             raise ValueError(f"{len(hashes)} bytes of hashes and {ids.size} ids for {count} blocks")
         if not 0 <= first_block <= self._blocks - count:
             raise ValueError(
-                f"there are places for {self._blocks} blocks, found {count} from {first_block} on"
+                f"there is room for {self._blocks} blocks, found {count} from {first_block} on"
             )
         code = lib.kvstore_read_frames(
             self._frames,
@@ -490,11 +473,11 @@ def _check_parts(parts: Sequence[Part], size: int, rows: int) -> None:
     for part in parts:
         begin, stop, first, last = part
         if not (0 <= begin <= stop <= size and 0 <= first <= last <= rows):
-            raise ValueError(f"{part} lies outside {size} bytes or {rows} pieces")
+            raise ValueError(f"{part} lies outside {size} bytes or {rows} segments")
 
 
 def xxh3_64(data: memoryview, level: str | None = None) -> int:
-    """Return the sum of contiguous bytes that :func:`read_parts` compares. The GIL is released."""
+    """Return the XXH3 checksum of contiguous bytes. The GIL is released."""
     found = ffi.new("uint64_t *")
     _check(
         lib.kvstore_xxh3_64(

@@ -1,18 +1,20 @@
-"""What a codec is: the values of one layer group's entries, to bytes and back.
-
-It knows one entry format. It knows no tokens, no blocks and no tier.
-"""
+"""Codec protocol: encodes the values of one layer group's entries to bytes and decodes them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from typing_extensions import override
+
+from kvstore.layout import LayerGroup
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
 
 
 class Codec(Protocol):
-    """Turns entries of ``values`` numbers into ``entry_bytes`` bytes, and back.
+    """Encoder and decoder of entries: ``values`` numbers are ``entry_bytes`` bytes.
 
     Results are of the same kind as the input: NumPy arrays, or tensors on the same device.
 
@@ -22,30 +24,27 @@ class Codec(Protocol):
     @property
     def values(self) -> int:
         """Numbers in one entry."""
-        ...
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry."""
-        ...
 
     def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
         """Return entries as bytes, or write them to ``out`` and return it.
 
-        Without ``out`` the result of a raw codec shares memory with ``values`` where it can.
+        Without ``out`` the result of a raw codec shares memory with ``values`` where possible.
 
         Shapes:
             values ``[..., self.values]``; result uint8 ``[..., self.entry_bytes]``.
 
         Raises:
-            ValueError: for another shape, or a dtype that the format cannot take.
+            ValueError: for another shape, or a dtype that the format does not accept.
         """
-        ...
 
     def decode(self, entries: ArrayT, dtype: DType = "bfloat16") -> ArrayT:
         """Return the numbers of entries, rounded once to ``dtype``.
 
-        The result of a raw codec shares memory with ``entries`` if ``dtype`` is its own and it can.
+        The result of a raw codec shares memory with ``entries`` where possible if ``dtype`` is its own.
 
         Shapes:
             entries uint8 ``[..., self.entry_bytes]``; result ``[..., self.values]``.
@@ -53,4 +52,20 @@ class Codec(Protocol):
         Raises:
             ValueError: for another shape or dtype of ``entries``, or an unknown ``dtype``.
         """
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCodec(Codec):
+    """Codec of one layer group."""
+
+    group: LayerGroup
+
+    @property
+    @override
+    def values(self) -> int:
+        return self.group.values
+
+    @property
+    @override
+    def entry_bytes(self) -> int:
+        return self.group.entry_bytes

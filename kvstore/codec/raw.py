@@ -1,7 +1,4 @@
-"""Codecs of formats that store numbers as they are: f32, f16, bf16 and u8.
-
-Encoding reinterprets bytes and loses nothing. It knows no blocks and no scales.
-"""
+"""Codec of the unquantized formats f32, f16, bf16 and u8: encoding reinterprets bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from kvstore.codec.arrays import (
     same_kind,
     widen_bfloat16,
 )
-from kvstore.codec.protocol import Codec
-from kvstore.layout import DTYPE_FORMATS, LayerGroup
+from kvstore.codec.protocol import GroupCodec
+from kvstore.layout import DTYPE_FORMATS
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array, ArrayT, DType
@@ -36,24 +33,12 @@ DTYPES = {entry_format: dtype for dtype, entry_format in DTYPE_FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class RawCodec(Codec):
-    """Entries are the numbers' own bytes, in the machine's order."""
-
-    group: LayerGroup
-
-    @property
-    @override
-    def values(self) -> int:
-        return self.group.values
-
-    @property
-    @override
-    def entry_bytes(self) -> int:
-        return self.group.entry_bytes
+class RawCodec(GroupCodec):
+    """Codec whose entries are the numbers' own bytes, in the machine's byte order."""
 
     @property
     def dtype(self) -> str:
-        """Element type of the format, and the only one that it encodes."""
+        """Element type of the format; ``encode`` accepts no other."""
         return DTYPES[self.group.entry_format]
 
     @override
@@ -95,22 +80,22 @@ def _check(array: Array, role: str, dtype: str, length: int) -> None:
 
 
 def _reinterpret(array: ArrayT, dtype: str) -> ArrayT:
-    """Return the same bytes as another element type: a view where memory allows it, else a copy."""
+    """Return the same bytes as another element type: a view where alignment allows it, else a copy."""
     if is_tensor(array):
         import torch
 
         target: torch.dtype = getattr(torch, dtype)
         size = target.itemsize
-        places = [array.data_ptr(), array.storage_offset() * array.element_size()]
-        places += [stride * array.element_size() for stride in array.stride()[:-1]]
-        if array.stride(-1) != 1 or any(place % size for place in places):
+        offsets = [array.data_ptr(), array.storage_offset() * array.element_size()]
+        offsets += [stride * array.element_size() for stride in array.stride()[:-1]]
+        if array.stride(-1) != 1 or any(offset % size for offset in offsets):
             array = array.clone(memory_format=torch.contiguous_format)
         return array.view(target)
     return row_contiguous(array).view(numpy_dtype(dtype))
 
 
 def _convert(array: ArrayT, found: str, target: str) -> ArrayT:
-    """Convert between float types with one rounding: float32 holds every f16 and bf16 number."""
+    """Convert between float types with one rounding: float32 represents every f16 and bf16 number."""
     if found == target:
         return array
     if is_tensor(array):
@@ -120,5 +105,5 @@ def _convert(array: ArrayT, found: str, target: str) -> ArrayT:
     wide = widen_bfloat16(array.view(np.uint16)) if found == "bfloat16" else array
     if target == "bfloat16":
         return narrow_bfloat16(wide.astype(np.float32)).view(numpy_dtype(target))
-    with np.errstate(over="ignore"):  # what exceeds float16 becomes infinite
+    with np.errstate(over="ignore"):  # values beyond float16 become infinite
         return wide.astype(STORAGE[target])

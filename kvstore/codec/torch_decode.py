@@ -1,9 +1,9 @@
-"""Decoding by torch operations, for tensors whose memory the host cannot read.
+"""Dequantization with torch operations, for tensors in memory that the host cannot read.
 
-The only codec module that imports torch, so it is itself imported where it is first needed. Where
-scales are bytes it rounds nothing: a table, made by the C kernel, holds what each scale byte does
-to each byte of codes, and decoding looks them up. Where they are floats it computes the exact
-product in float64 and rounds that once. So the bits are those of the host on any device.
+The only codec module that imports torch, so it is imported at first use. If scales are bytes, it
+looks values up in a table of all pairs of scale byte and code byte that the C kernel made. If scales
+are floats, it computes the exact product in float64 and rounds once. The bits equal those of the
+host on any device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _QUIET_NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 def unpack(
     nibbles: torch.Tensor, scales: torch.Tensor, entry_format: str, dtype: str, global_scale: float
 ) -> torch.Tensor:
-    """Unpack FP4 on the device of its tensors, which the caller has checked.
+    """Dequantize FP4 on the device of its tensors, which the caller has checked.
 
     Shapes:
         nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
 
-    Cost: a table of 65,536 pairs per format and dtype, made once per device; 4 bytes of index per
-        nibble byte while it runs.
+    Cost: a table of 65,536 pairs per format and dtype, made once per device; temporarily 4 bytes of
+        index per nibble byte.
     """
     table = _pairs(entry_format, dtype, global_scale, nibbles.device)
     block_bytes = FORMATS[entry_format].scale_block // 2
@@ -48,7 +48,7 @@ def _pairs(
 ) -> torch.Tensor:
     """Values of ``[scale byte * 256 + nibble byte]``: two, low half first."""
     block_bytes = FORMATS[entry_format].scale_block // 2
-    # Row s holds each nibble byte once, so all of its blocks have the scale byte s.
+    # Row s has each nibble byte once; all of its blocks have the scale byte s.
     nibbles = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8), 256 // block_bytes).reshape(256, -1)
     table = torch.empty(256 * 256, 2, dtype=DTYPES[dtype])
@@ -66,22 +66,22 @@ def _pairs(
 def unpack_fp8(
     codes: torch.Tensor, scales: torch.Tensor, entry_format: str, dtype: str
 ) -> torch.Tensor:
-    """Unpack FP8 on the device of its tensors, which the caller has checked.
+    """Dequantize FP8 on the device of its tensors, which the caller has checked.
 
     Shapes:
         codes uint8 ``[..., n]``; scales uint8 ``[..., n / 32]`` or ``[..., 4]``; result
         ``[..., n]``.
 
     Cost: a table per dtype, made once per device: 65,536 values for ``mxfp8``, 256 for ``fp8``.
-        While it runs, 4 bytes of index a value; ``fp8`` also about 30 bytes of wider numbers.
+        Temporarily 4 bytes of index a value; for ``fp8`` also about 30 bytes of wider numbers.
     """
     if FORMATS[entry_format].scale_block:
         table = _mxfp8_values(dtype, codes.device)
         blocks = codes.reshape(*scales.shape, FORMATS[entry_format].scale_block)
         index = scales.to(torch.int32).unsqueeze(-1) * 256 + blocks
         return table.index_select(0, index.flatten()).reshape(codes.shape)
-    places = scales.to(torch.int32)
-    bits = places[..., 0] | places[..., 1] << 8 | places[..., 2] << 16 | places[..., 3] << 24
+    low, second, third, high = scales.to(torch.int32).unbind(-1)
+    bits = low | second << 8 | third << 16 | high << 24
     factors = bits.view(torch.float32).to(torch.float64).unsqueeze(-1)
     elements = _e4m3_values(codes.device).index_select(0, codes.flatten().to(torch.int32))
     return _narrow(elements.reshape(codes.shape) * factors, dtype)  # exact: 4 and 24 bits
@@ -107,7 +107,7 @@ def _e4m3_values(device: torch.device) -> torch.Tensor:
 def _decoded(
     codes: NDArray[np.uint8], scales: NDArray[np.uint8], entry_format: str, dtype: str
 ) -> torch.Tensor:
-    """Rows of codes as the kernel decodes them, for arrays of its own."""
+    """Return rows of codes dequantized by the C kernel."""
     table = torch.empty(codes.shape, dtype=DTYPES[dtype])
     rule = native.UNPACKING_RULES[entry_format]
     native.prepare(entry_format, rule, dtype, 1.0, native.default_level()).unpack(
@@ -124,9 +124,9 @@ def _narrow(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return float64 rounded once to ``dtype``, ties to even; every NaN is the quiet one."""
     wide = exact.to(torch.float32)
     if dtype != "float32":
-        # torch goes from float64 to a half by way of float32, which rounds twice. A float32 that
-        # is rounded to odd keeps on which side of a tie the exact value lay: where it is inexact
-        # and even, the odd neighbour on the other side of the exact value takes its place.
+        # torch converts float64 to 16 bits through float32, which rounds twice. A float32 that is
+        # rounded to odd keeps the side of a tie on which the exact value is: an inexact even
+        # number is replaced by the odd neighbour on the other side of the exact value.
         bits = wide.view(torch.int32)
         back = wide.to(torch.float64)
         is_even = (exact != back) & (bits & 1 == 0) & exact.isfinite()

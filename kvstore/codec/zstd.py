@@ -1,7 +1,7 @@
-"""Numbers without loss in fewer bytes: the highest byte of each goes through zstd, the others stay.
+"""Lossless compression of floats: zstd of the highest byte of each number, the other bytes stored raw.
 
-Sign and exponent of a cache's floats take few values, so a Huffman code halves them and more; the low
-bytes are noise that no code shortens. docs/format.md, section 4.2, is normative for the bytes.
+Sign and exponent of KV floats take few values, so a Huffman code more than halves them; the low bytes
+are incompressible noise. docs/format.md, section 4.2, is normative for the bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from kvstore.codec import native
 
 LEAST_SAVED = 4096
-"""What compressing must save: a page of the file. Less may save nothing, and reading takes longer."""
+"""Fewest bytes that compression must save: one page of the file, else reading slows for nothing."""
 _WINDOW_LOG = 17
-"""A window as long as a zstd block, 128 KiB, and the largest that is read: nothing repeats further off."""
+"""Log2 of the zstd window, 128 KiB (one zstd block): the largest written and the largest accepted."""
 HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     window_log=_WINDOW_LOG,
@@ -31,23 +31,23 @@ HUFFMAN = zstandard.ZstdCompressionParameters(
     min_match=7,
     target_length=0,
 )
-"""zstd that hardly looks for repetitions: exponents have none, a Huffman code is all there is to gain.
-Next to level 1 that is 2.5 times as fast, and smaller. docs/decisions/0024."""
+"""zstd with minimal match search: exponents do not repeat, so only the Huffman code compresses. 2.5 times
+as fast as level 1, with a smaller result. docs/decisions/0024."""
 _SUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive bytes of a frame that are numbers of one width."""
+class Range:
+    """Byte range of a frame with numbers of one width."""
 
     start: int
     stop: int
     width: int
-    """Bytes of a number; 1 for what stays as it is."""
+    """Bytes of a number; 1 for bytes stored raw."""
 
 
-class _Room(threading.local):
-    """What a thread needs to compress and to decompress; made when it first does."""
+class _Buffers(threading.local):
+    """Contexts and buffers of one thread, created at its first use."""
 
     def __init__(self, frame_bytes: int, top_bytes: int) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=HUFFMAN)
@@ -57,24 +57,24 @@ class _Room(threading.local):
 
 
 class TopBytes:
-    """Compresses the highest bytes of the numbers in frames of one layout.
+    """Compressor of the highest bytes of the numbers in frames of one layout.
 
-    A frame is what stays before ``start``, then the runs. Compressed, it is what stays, a checksum of
-    all that follows, the bytes of the runs but the highest ones, and those as one zstd frame.
+    A frame is a head up to ``start``, then the ranges. A compressed frame is the head, a checksum of the
+    rest, the raw bytes of the ranges, and their highest bytes as one zstd frame.
 
     Threads: any.
     """
 
-    def __init__(self, start: int, runs: Iterable[Run]) -> None:
-        """``runs`` follow each other from ``start`` to the end of a frame."""
+    def __init__(self, start: int, ranges: Iterable[Range]) -> None:
+        """``ranges`` are adjacent, from ``start`` to the end of a frame."""
         self._start = start
         self._rest: list[tuple[slice, slice]] = []
-        """Bytes that zstd leaves alone: where they lie in a frame, and where in a compressed one."""
+        """Raw bytes: their slices of a frame and of a compressed frame."""
         self._tops: list[tuple[slice, slice]] = []
-        """The highest ones: where they lie in a frame, and where in what zstd is given."""
+        """Highest bytes: their slices of a frame and of the zstd input."""
         at, top, stop = start + _SUM.size, 0, start
-        for width, like in groupby(runs, lambda run: run.width):
-            begin, stop = stop, [run.stop for run in like][-1]
+        for width, like in groupby(ranges, lambda each: each.width):
+            begin, stop = stop, [each.stop for each in like][-1]
             count = (stop - begin) // width
             for byte in range(max(1, width - 1)):
                 here = slice(begin + byte, stop, width)
@@ -85,13 +85,13 @@ class TopBytes:
                 self._tops.append((here, slice(top, top + count)))
                 top += count
         self._tops_at = at
-        self._room = _Room(stop, top)
+        self._buffers = _Buffers(stop, top)
 
     def compress(self, frame: bytearray) -> bytearray | None:
-        """Return a frame compressed, None if that would not save a page."""
-        room, source = self._room, np.frombuffer(frame, np.uint8)
-        _gather(self._tops, source, room.tops)
-        tops = room.compressor.compress(room.tops.data)
+        """Return a compressed frame, None if that would not save a page."""
+        buffers, source = self._buffers, np.frombuffer(frame, np.uint8)
+        _gather(self._tops, source, buffers.tops)
+        tops = buffers.compressor.compress(buffers.tops.data)
         size = self._tops_at + len(tops)
         if size > len(frame) - LEAST_SAVED:
             return None
@@ -104,41 +104,41 @@ class TopBytes:
         return found
 
     def decompress(self, stored: memoryview) -> memoryview | None:
-        """Return the frame that was compressed, None if these bytes are not what was made of it.
+        """Return the decompressed frame, None if the bytes are corrupt.
 
-        Nothing is decompressed before its checksum held; it takes no more memory than a frame and a
-        window of zstd, whatever the bytes say. The frame is the thread's, until its next call.
+        The checksum is verified first; memory is bounded by a frame and a zstd window, whatever the
+        bytes claim. The frame is valid until the thread's next call.
         """
         if len(stored) < self._tops_at:
             return None
         if _SUM.unpack_from(stored, self._start)[0] != self._sum(stored):
             return None
-        room, source = self._room, np.frombuffer(stored, np.uint8)
+        buffers, source = self._buffers, np.frombuffer(stored, np.uint8)
         try:
-            with room.decompressor.stream_reader(stored[self._tops_at :]) as reader:
-                is_whole = reader.readinto(room.tops) == len(room.tops) and not reader.read(1)
+            with buffers.decompressor.stream_reader(stored[self._tops_at :]) as reader:
+                is_whole = reader.readinto(buffers.tops) == len(buffers.tops) and not reader.read(1)
         except zstandard.ZstdError:
             return None
         if not is_whole:
             return None
-        room.frame[: self._start] = source[: self._start]
-        _scatter(self._rest, source, room.frame)
-        _scatter(self._tops, room.tops, room.frame)
-        return room.frame.data
+        buffers.frame[: self._start] = source[: self._start]
+        _scatter(self._rest, source, buffers.frame)
+        _scatter(self._tops, buffers.tops, buffers.frame)
+        return buffers.frame.data
 
     def _sum(self, stored: memoryview) -> int:
         return native.xxh3_64(stored[self._start + _SUM.size :])
 
 
 def _gather(
-    places: Iterable[tuple[slice, slice]], frame: NDArray[np.uint8], packed: NDArray[np.uint8]
+    slices: Iterable[tuple[slice, slice]], frame: NDArray[np.uint8], target: NDArray[np.uint8]
 ) -> None:
-    for here, there in places:
-        packed[there] = frame[here]
+    for here, there in slices:
+        target[there] = frame[here]
 
 
 def _scatter(
-    places: Iterable[tuple[slice, slice]], packed: NDArray[np.uint8], frame: NDArray[np.uint8]
+    slices: Iterable[tuple[slice, slice]], source: NDArray[np.uint8], frame: NDArray[np.uint8]
 ) -> None:
-    for here, there in places:
-        frame[here] = packed[there]
+    for here, there in slices:
+        frame[here] = source[there]

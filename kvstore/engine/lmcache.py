@@ -27,6 +27,7 @@ from typing import Any
 from typing_extensions import override
 
 from kvstore.blocks.block_store import BlockStore
+from kvstore.checks import integer
 from kvstore.distribution import install_command
 from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
@@ -91,10 +92,7 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
         check_options("adapter_params", d, known, ("path", "revision", "tenant"), ("secret",))
         check_weights("adapter_params", "revision", d)
         for name, default in (("sizes", 1), ("queue_tasks", 1)):
-            value = d.get(name, default)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"adapter_params: {name!r} must be a positive integer, found {value!r}"
-                raise ConfigError(msg)
+            integer(d.get(name, default), f"adapter_params: {name!r}", 1, error=ConfigError)
         options = _Options(**d)
         size_bytes(options.ssd_bytes, "ssd_bytes")
         return cls(options)
@@ -580,9 +578,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         Raises:
             ValueError: for a page size below 1 or a cursor that is none.
         """
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            msg = f"page_size must be a positive integer, found {page_size!r}"
-            raise ValueError(msg)
+        integer(page_size, "page_size", 1)
         after = b""
         if cursor is not None:
             try:

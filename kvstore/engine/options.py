@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvstore.checks import flag, text
 from kvstore.errors import ConfigError
 
 UNCHECKED = "unchecked"
@@ -36,13 +37,9 @@ def check_options(
         msg = f"{where}: 'path' is missing; name a directory on a local disk"
         raise ConfigError(msg)
     for name in texts:
-        if not isinstance(given.get(name, ""), str):
-            msg = f"{where}: {name!r} must be a text, found {given[name]!r}"
-            raise ConfigError(msg)
+        text(given.get(name, ""), f"{where}: {name!r}", ConfigError)
     for name in flags:
-        if not isinstance(given.get(name, False), bool):
-            msg = f"{where}: {name!r} must be true or false, found {given[name]!r}"
-            raise ConfigError(msg)
+        flag(given.get(name, False), f"{where}: {name!r}", ConfigError)
 
 
 def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvstore.checks import flag, is_number
 from kvstore.errors import ConfigError
 from kvstore.identity.block import ImageSpan
 
@@ -55,12 +56,9 @@ class Hints:
             raise ConfigError(msg)
         values: dict[str, Any] = dict(wishes)
         for name in ("store", "pin"):
-            if not isinstance(values.get(name, False), bool):
-                msg = f"hint {name} must be true or false, found {values[name]!r}"
-                raise ConfigError(msg)
+            flag(values.get(name, False), f"hint {name}", ConfigError)
         ttl = values.get("ttl")
-        is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
-        if ttl is not None and not (is_number and 0 < ttl <= sys.float_info.max):
+        if ttl is not None and not (is_number(ttl) and 0 < ttl <= sys.float_info.max):
             msg = f"hint ttl must be positive seconds, found {ttl!r}"
             raise ConfigError(msg)
         return cls(**values)

@@ -28,6 +28,7 @@ import torch
 from typing_extensions import override
 
 from kvstore.blocks.block_store import BlockStore
+from kvstore.checks import positive
 from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.distribution import install_command
 from kvstore.engine.options import UNCHECKED, check_options, check_weights
@@ -137,10 +138,7 @@ class HiCacheOptions:
         check_options("extra config", given, known, ("path", "tenant", "weights"), ("secret",))
         check_weights("extra config", "weights", given)
         options = cls(**given)
-        ttl: object = options.window_ttl
-        if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
-            msg = f"extra config: 'window_ttl' must be positive seconds, found {ttl!r}"
-            raise ConfigError(msg)
+        positive(options.window_ttl, "extra config: 'window_ttl'", "seconds", ConfigError)
         return options
 
 

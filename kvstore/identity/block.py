@@ -1,19 +1,20 @@
-"""What identifies a block: hashes, keys, and the images that its tokens stand for."""
+"""Identifiers of blocks: hashes and keys, and the images in a prompt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NewType
 
+from kvstore.checks import integer
+
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes: chained SHA-256 of everything up to a block's end. Compared on every read."""
+"""32 bytes: chained SHA-256 of all tokens and images up to a block's end. Compared on every read."""
 
 BlockKey = NewType("BlockKey", bytes)
-"""16 bytes: what a tier is keyed by. A collision is a miss, because the whole hash is compared."""
+"""16 bytes: key of a block in a tier. A collision is a miss, because the whole hash is compared."""
 
 KEY_BYTES = 16
-"""128 bits: a chance of 2**-48 that any two of 2**40 blocks share a key, and then it is a miss."""
+"""128 bits: two of 2**40 blocks share a key with a probability of 2**-48; this is a miss."""
 
 
 def block_key(block_hash: BlockHash) -> BlockKey:
@@ -23,10 +24,10 @@ def block_key(block_hash: BlockHash) -> BlockKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ImageSpan:
-    """Tokens ``[start, stop)`` of a prompt that stand for one image.
+    """Tokens ``[start, stop)`` of a prompt that represent one image.
 
-    All positions of an image carry the same placeholder id, so the ids alone do not identify the
-    prefix: ``digest`` does, together with the offset inside the image.
+    All positions of an image have the same placeholder id, so the ids alone do not identify the
+    prefix: ``digest`` and the offset inside the image do.
     """
 
     start: int
@@ -35,16 +36,11 @@ class ImageSpan:
     """Digest of the image's content and preprocessing."""
 
     def __post_init__(self) -> None:
-        """Reject an empty or negative span and an empty digest."""
-        for name in ("start", "stop"):
-            place: object = getattr(self, name)
-            if isinstance(place, bool) or not isinstance(place, Integral):
-                msg = f"an image span needs integers, found {name} {place!r}"
-                raise ValueError(msg)
-            object.__setattr__(self, name, int(place))  # a narrow NumPy integer would overflow
-        if not 0 <= self.start < self.stop:
-            msg = f"an image span needs 0 <= start < stop, found [{self.start}, {self.stop})"
-            raise ValueError(msg)
+        """Raise ``ValueError`` for an empty or negative span or an empty digest."""
+        start = integer(self.start, "start of an image span")
+        stop = integer(self.stop, "stop of an image span", start + 1)
+        object.__setattr__(self, "start", start)  # a narrow NumPy integer would overflow
+        object.__setattr__(self, "stop", stop)
         if not isinstance(self.digest, bytes) or not self.digest:
             msg = f"an image digest must be non-empty bytes, found {self.digest!r}"
             raise ValueError(msg)

@@ -1,8 +1,8 @@
-"""Tokens to chained block hashes. The only place where identity becomes a digest.
+"""Chained SHA-256 hashes of blocks of tokens, and digests of namespaces.
 
-Every field is type-tagged and length-prefixed before it is hashed, so no two different inputs
-spell the same bytes. Nothing here depends on the process, its environment or Python's ``hash``.
-The encoding is normative in docs/format.md, section 2.
+Every field is type-tagged and length-prefixed before it is hashed, so different inputs have
+different encodings. Results do not depend on the process, its environment or Python's ``hash``.
+docs/format.md, section 2, is normative for the encoding.
 """
 
 from __future__ import annotations
@@ -55,15 +55,13 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
 
 
 def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return tokens as a one-dimensional array of integers of any size, or raise as ``as_tokens``."""
+    """Return tokens as a one-dimensional array of integers. Raises as :func:`as_tokens`."""
     if isinstance(tokens, np.ma.MaskedArray):
-        msg = (
-            "tokens must be plain integers, found a masked array; fill or drop what is masked first"
-        )
+        msg = "tokens must be plain integers, found a masked array; fill or drop masked ids first"
         raise ValueError(msg)
     try:
         array = np.asarray(tokens)
-    except Exception as error:  # ragged, a tensor on a device, somebody else's __array__
+    except Exception as error:  # ragged, a tensor on a device, a foreign __array__
         msg = f"tokens must be a sequence of integers or a one-dimensional integer array: {error}"
         raise ValueError(msg) from error
     if array.ndim != 1:
@@ -85,9 +83,9 @@ def _text(tag: bytes, value: str | None) -> bytes:
 
 
 def root_digest(spelled: bytes, secret: bytes | None) -> BlockHash:
-    """Return the root that something is spelled for: its SHA-256, under a store's secret its HMAC.
+    """Return the root digest of an encoding: its SHA-256, or its HMAC under a store's secret.
 
-    What hangs on a root covers it, so no hash under a secret can be known without that.
+    All hashes below a root cover it, so hashes under a secret cannot be computed without the secret.
     """
     if secret is None:
         return BlockHash(hashlib.sha256(spelled).digest())
@@ -95,19 +93,19 @@ def root_digest(spelled: bytes, secret: bytes | None) -> BlockHash:
 
 
 def secret_fingerprint(secret: bytes) -> str:
-    """Return what tells one secret from another, in hex, and nothing about it."""
+    """Return a hex digest that identifies a secret and does not reveal it."""
     return root_digest(b"kvstore.secret.1", secret).hex()
 
 
 def namespace_digest(
     fingerprint: str, block_tokens: int, namespace: Namespace, secret: bytes | None = None
 ) -> BlockHash:
-    """Return the digest that stands before the first block: the root of every chain.
+    """Return the digest of a namespace: the root of all its chains.
 
-    ``fingerprint`` is the layout's; with ``block_tokens`` it makes blocks of another layout or
-    another size unreachable rather than wrong. ``secret`` is the store's, if it has one.
+    ``fingerprint`` is that of the layout; with ``block_tokens`` it gives blocks of other layouts and
+    sizes other keys. ``secret`` is that of the store, if any.
     """
-    parts = [
+    fields = [
         b"kvstore.namespace.1",
         _text(b"L", fingerprint),
         b"B" + _U64.pack(block_tokens),
@@ -118,14 +116,14 @@ def namespace_digest(
         _text(b"S", namespace.tenant),
         b"G" + _U64.pack(namespace.generation),
     ]
-    return root_digest(b"".join(parts), secret)
+    return root_digest(b"".join(fields), secret)
 
 
 class HashRun(Sequence[BlockHash]):
-    """Digests, end to end in ``joined``: no object is made of one that nobody asks for."""
+    """Sequence of digests, concatenated in ``joined``; items are created on access."""
 
     __slots__ = ("joined",)
-    __hash__ = None  # type: ignore[assignment]  # it equals lists, which have none
+    __hash__ = None  # type: ignore[assignment]  # it equals lists, which are unhashable
 
     def __init__(self, joined: bytes) -> None:
         assert len(joined) % _DIGEST_BYTES == 0
@@ -135,17 +133,17 @@ class HashRun(Sequence[BlockHash]):
         return len(self.joined) // _DIGEST_BYTES
 
     @overload
-    def __getitem__(self, place: int) -> BlockHash: ...
+    def __getitem__(self, index: int) -> BlockHash: ...
     @overload
-    def __getitem__(self, place: slice) -> HashRun: ...
+    def __getitem__(self, index: slice) -> HashRun: ...
     @override
-    def __getitem__(self, place: int | slice) -> BlockHash | HashRun:
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
+    def __getitem__(self, index: int | slice) -> BlockHash | HashRun:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
             if step != 1:
                 return HashRun(b"".join([self[i] for i in range(start, stop, step)]))
             return HashRun(self.joined[start * _DIGEST_BYTES : max(start, stop) * _DIGEST_BYTES])
-        at = range(len(self))[place]  # as a list: from the end too, or IndexError
+        at = range(len(self))[index]  # as in a list: negative from the end, or IndexError
         return BlockHash(self.joined[at * _DIGEST_BYTES : (at + 1) * _DIGEST_BYTES])
 
     @override
@@ -156,7 +154,7 @@ class HashRun(Sequence[BlockHash]):
         return f"HashRun({list(self)!r})"
 
     def prefixes(self, length: int) -> bytes:
-        """Return the first ``length`` bytes of each digest, end to end."""
+        """Return the first ``length`` bytes of each digest, concatenated."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, _DIGEST_BYTES)
         return table[:, :length].tobytes()
 
@@ -167,7 +165,7 @@ def block_hashes(
     block_tokens: int,
     images: Sequence[ImageSpan] = (),
 ) -> HashRun:
-    """Return the chained digest of every whole block of ``tokens``, first block first.
+    """Return the chained digest of every whole block of ``tokens``, in order.
 
     Digest i covers the root, every token and every image up to the end of block i. Tokens after
     the last whole block are ignored.
@@ -192,7 +190,7 @@ def block_hashes(
 
 
 def block_hash(parent: BlockHash, ids: bytes, images: bytes = _U32.pack(0)) -> BlockHash:
-    """Return the digest of one block: of its parent's, its ids as they are stored, and its images."""
+    """Return the digest of one block, from its parent's digest, its stored ids and its images."""
     head = b"kvb1" + _U32.pack(len(ids) // 4) + parent
     return BlockHash(hashlib.sha256(head + ids + images).digest())
 
@@ -208,8 +206,8 @@ def identify(
     Raises:
         ValueError: as ``as_tokens``.
 
-    Cost: what ``block_hashes`` costs, if the tokens are an array of 32 or 64 bits: ids are checked and
-        copied on their way to the hash.
+    Cost: that of ``block_hashes`` for an array of 32 or 64 bits: ids are checked and copied in the same
+        pass.
     """
     array = _integers(tokens)
     kind = _KINDS.get(array.dtype)
@@ -230,7 +228,7 @@ def identify(
         ffi.from_buffer("uint8_t[]", found),
     )
     if code == lib.KVSTORE_ERR_RANGE:
-        as_tokens(array)  # says which
+        as_tokens(array)  # raises with the id
     assert code == lib.KVSTORE_OK, f"kvstore_identify returned {code}"
     return ids, HashRun(bytes(found))
 
@@ -247,7 +245,7 @@ def _plain_hashes(
     block_tokens: int,
     level: int = _LEVEL,
 ) -> bytes:
-    """Return the digests of blocks ``[start, stop)``, which no image touches, end to end."""
+    """Return the concatenated digests of blocks ``[start, stop)``, which no image touches."""
     if stop <= start:
         return b""
     found = bytearray(_DIGEST_BYTES * (stop - start))
@@ -264,20 +262,20 @@ def _plain_hashes(
 
 
 def _image_fields(images: Sequence[ImageSpan], block_tokens: int) -> dict[int, bytes]:
-    """Encode, for each block that an image touches, what it shows there."""
+    """Return the encoded image fields of each block that an image touches."""
     spans: dict[int, list[bytes]] = {}
     previous_stop = 0
     for image in sorted(images):
         if image.start < previous_stop:
-            msg = f"image spans overlap at token {image.start}"
+            msg = f"image spans must not overlap, found an overlap at token {image.start}"
             raise ValueError(msg)
         previous_stop = image.stop
         for number in range(image.start // block_tokens, (image.stop - 1) // block_tokens + 1):
             start = max(image.start, number * block_tokens)
             stop = min(image.stop, (number + 1) * block_tokens)
-            place = struct.pack(
+            span = struct.pack(
                 "<QQQ", start - number * block_tokens, stop - start, start - image.start
             )
-            field = b"I" + place + _U64.pack(len(image.digest)) + image.digest
+            field = b"I" + span + _U64.pack(len(image.digest)) + image.digest
             spans.setdefault(number, []).append(field)
     return {number: _U32.pack(len(fields)) + b"".join(fields) for number, fields in spans.items()}

@@ -1,4 +1,4 @@
-"""Whose cache it is: everything besides tokens that must agree before a block may be reused."""
+"""Namespace of blocks: model, weights, tokenizer, adapter, tenant and generation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.checks import integer, text
 from kvstore.errors import ConfigError
 
 SAMPLE_BYTES = 64 << 10
-"""Bytes hashed at each sampled place of a weight file."""
+"""Bytes hashed at each sampled offset of a weight file."""
 SAMPLES = 64
-"""Places sampled in a weight file, evenly spread: 4 MiB read of a shard of any size."""
+"""Offsets sampled in a weight file, evenly spread: at most 4 MiB are read of each shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """The identity under which blocks are stored.
+    """Identity of blocks besides their tokens.
 
-    Two requests share blocks only if every field is equal. Nothing here is looked up by name: a
-    model served under another alias with other ``weights`` is another namespace.
+    Two requests share blocks only if every field is equal. ``model`` is only a label: the same
+    label with other ``weights`` is another namespace.
     """
 
     model: str
@@ -28,38 +29,32 @@ class Namespace:
     tokenizer: str = ""
     """Version of the tokenizer and of the prompt encoder."""
     adapter: str | None = None
-    """LoRA or other adapter. ``None`` and ``""`` are different."""
+    """LoRA or other adapter. ``None`` and ``""`` differ."""
     tenant: str = ""
     """Salt that keeps tenants apart."""
     generation: int = 0
     """Counts weight updates under one name."""
 
     def __post_init__(self) -> None:
-        """Reject what could not be hashed without ambiguity."""
+        """Raise ``ConfigError`` for fields that cannot be hashed."""
         for name in ("model", "weights", "tokenizer", "tenant", "adapter"):
             value: object = getattr(self, name)
-            if not isinstance(value, str) and not (name == "adapter" and value is None):
-                msg = f"namespace {name} must be a str, found {type(value).__name__}"
-                raise ConfigError(msg)
-        generation: object = self.generation
-        is_number = isinstance(generation, int) and not isinstance(generation, bool)
-        if not is_number or not 0 <= self.generation < 2**64:
-            msg = (
-                f"namespace generation must be an integer in [0, 2**64), found {self.generation!r}"
-            )
-            raise ConfigError(msg)
+            if name != "adapter" or value is not None:
+                text(value, f"namespace {name}", ConfigError)
+        generation = integer(self.generation, "namespace generation", 0, 2**64 - 1, ConfigError)
+        object.__setattr__(self, "generation", generation)
 
 
 def weights_digest(folder: str | Path) -> str:
     """Return a digest of the weights in ``folder`` (or of one weight file).
 
-    Covers the config of a model or an adapter, and of every shard its name, its size, its first
-    bytes (which hold the header of safetensors and GGUF files) and evenly sampled extents. Neither
-    the folder's name nor the name a model is served under is part of it. A change of a few weights
-    between two samples goes unseen; retrained or requantised weights do not.
+    Covers the config of a model or an adapter, and the name, the size, the first bytes (the header
+    of safetensors and GGUF files) and evenly sampled ranges of every shard. It covers neither the
+    folder's name nor the name a model is served under. It detects retrained or requantised weights,
+    but not a change of a few weights between two samples.
 
     Raises:
-        ConfigError: if there is nothing to digest.
+        ConfigError: if there are no weights at ``folder``.
 
     Cost: reads at most 4 MiB of each shard.
     """
@@ -79,7 +74,7 @@ def weights_digest(folder: str | Path) -> str:
     else:
         files = []
     if not files:
-        msg = f"no weights at {root}: expected a folder of {', '.join(sorted(suffixes))} files, or one"
+        msg = f"no weights at {root}, expected a folder of {', '.join(sorted(suffixes))} files, or one file"
         raise ConfigError(msg)
     digest = hashlib.sha256(b"kvstore.weights.1")
     for item in files:

@@ -1,4 +1,8 @@
-"""What a model caches: its layer groups as values, and the layouts of models that configs describe."""
+"""Layouts: layer groups of a model's cache, with their entry formats and lifetimes.
+
+Imports ``identity``, ``checks`` and ``errors``; imported by ``codec``, ``frame`` and all above. Start with
+``values``; ``source`` makes layouts of configs by the rules in ``models``.
+"""
 
 from kvstore.layout.source import from_config, layout
 from kvstore.layout.values import (

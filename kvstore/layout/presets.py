@@ -1,7 +1,7 @@
-"""Models that can be named instead of read: the fields of their public configs that decide what is cached.
+"""Presets of models: the fields of their public configs that determine the cache.
 
-Data alone: `kvstore.layout` makes layouts of it, by the same rules as of any config.json. Each has its
-source beside it; a field that a config leaves to its class is left out here as well.
+``kvstore.layout`` applies the rules of any config.json to them. A comment gives the source of each;
+fields that a config omits are omitted here too.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""The replay contract: how an engine rebuilds window KV that is gone.
+"""Bounded replay: values that a cache and an engine exchange to rebuild missing window KV.
 
-A hit on global KV never needs its window to be stored. When the window is missing, the engine runs
-the last W tokens of the hit again (*bounded replay*) and hands back their window rows. This module
-holds the values that cross that border; it starts nothing.
+A hit on global KV does not need stored windows. If the window is missing, the engine runs the last
+W tokens of the hit again and returns their window rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.checks import integer
 from kvstore.identity.block import ImageSpan
 
 
@@ -27,29 +26,26 @@ class WindowSnapshot:
         for every WINDOW group of the layout.
 
     Invariants:
-        ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; checked where a
-        snapshot enters the pool, which is where the layout is known.
+        ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window pool, which
+        knows the layout, checks both.
     """
 
     start: int
     stop: int
     rows: Mapping[str, NDArray[np.uint8]]
     source: str = "engine"
-    """``"pool"`` when it came from the window pool, ``"replay"`` when a hook rebuilt it."""
+    """``"pool"`` if read from the window pool, ``"replay"`` if rebuilt by a hook."""
 
     def __post_init__(self) -> None:
-        """Reject places that are no integers, and widen narrow ones, which would overflow."""
+        """Raise ``ValueError`` for bounds that are no integers; widen narrow ones, which overflow."""
         for name in ("start", "stop"):
-            place: object = getattr(self, name)
-            if isinstance(place, bool) or not isinstance(place, Integral):
-                msg = f"a window snapshot needs integers, found {name} {place!r}"
-                raise ValueError(msg)
-            object.__setattr__(self, name, int(place))
+            bound = integer(getattr(self, name), f"{name} of a window snapshot", None)
+            object.__setattr__(self, name, bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRequest:
-    """Ask the engine to rebuild window KV for tokens ``[start, stop)``.
+    """Request to rebuild window KV for tokens ``[start, stop)``.
 
     The engine runs those tokens with their original positions. A query at ``p`` reads window keys
     in ``[max(read_floor, p - W + 1), p]`` and all global entries below it. It writes window rows
@@ -62,20 +58,19 @@ class ReplayRequest:
     write_floor: int
     window_write_floor: int
     tokens: NDArray[np.uint32]
-    """The whole request's token ids, so that anything that looks further back can."""
+    """Token ids of the whole request."""
     images: Sequence[ImageSpan] = ()
     pages: Any = None
-    """What ``PrefixCache.load`` returned for this match, or None if it was not loaded."""
+    """Result of ``PrefixCache.load`` for this match, None if it was not loaded."""
     request_id: str | None = field(default=None)
 
 
 class ReplayHook(Protocol):
-    """The engine's side of bounded replay."""
+    """Function of the engine that rebuilds window KV."""
 
     def __call__(self, requests: list[ReplayRequest], /) -> Sequence[WindowSnapshot]:
         """Return one snapshot per request, in order, each covering ``[start, stop)``.
 
-        Called in the thread that asked for the window, with no lock held. An exception that it
-        raises reaches that caller unchanged.
+        Called in the thread that requested the window, without locks. Its exceptions reach that
+        caller unchanged.
         """
-        ...

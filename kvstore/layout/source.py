@@ -1,4 +1,4 @@
-"""Where a layout comes from: a preset's name, a config.json, a config as a mapping."""
+"""Layout of a model from a preset's name, a config.json or a config as a mapping."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ Dtype = str | Mapping[str, str] | None
 def layout(source: str | Path | Mapping[str, Any], *, dtype: Dtype = None) -> Layout:
     """Return the layout of a model.
 
-    ``source`` is a preset's name, the path of a Hugging Face ``config.json`` (or of the folder that
-    holds one), or such a config as a mapping. A ``hf_quant_config.json`` beside a config.json is read
+    ``source`` is a preset's name, the path of a Hugging Face ``config.json`` or of its folder, or such
+    a config as a mapping. A ``hf_quant_config.json`` beside a config.json is read
     with it. ``dtype`` overrides the entry format of keys and values: one name for both, or one per
     group as ``{"k": "bf16", "v": "nvfp4"}``. Windows keep the model's own dtype unless the mapping
     names ``k_window`` and ``v_window`` as well. A model of latent attention has one group,
     ``latent``; DeepSeek V3.2, V4 and V4.1 have formats of their own.
 
-    Without ``dtype``, the format is what the config says of its cache (``kv_cache_scheme``,
-    ``kv_cache_quant_algo``), or else the model's dtype.
+    Without ``dtype``, the format is that of the config's cache (``kv_cache_scheme``,
+    ``kv_cache_quant_algo``), else the model's dtype.
 
     Raises:
-        ConfigError: for an unknown preset, a missing or unreadable file, or a model whose cache is
-            not known or cannot be described.
+        ConfigError: for an unknown preset, a missing or unreadable file, or an unsupported model.
     """
     if isinstance(source, Mapping):
         return layout_of(source, dtype=dtype)
@@ -62,7 +61,7 @@ def from_config(config: Mapping[str, Any], *, dtype: Dtype = None) -> Layout:
 
 @contextmanager
 def _named(source: object) -> Iterator[None]:
-    """Put a source's name before an error."""
+    """Prefix errors with the name of a source."""
     try:
         yield
     except ConfigError as error:
@@ -71,17 +70,17 @@ def _named(source: object) -> Iterator[None]:
 
 
 _MOST_CONFIG_BYTES = 1 << 24
-"""Largest config that is read: hundreds of times any public one, so that weights are refused at once."""
+"""Largest accepted config, hundreds of times any public one: weights are refused at once."""
 
 
 def _is_file(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # of a text that no file system takes as a name
+    with suppress(OSError, ValueError):  # text that no file system accepts as a name
         return path.is_file()
     return False
 
 
 def _config_path(source: str | Path) -> Path:
-    """Return the path of the config.json that is meant. Raises ``ConfigError`` if there is none."""
+    """Return the path of a config.json. Raises ``ConfigError`` if there is none."""
     path = Path(source)
     is_folder = exists = False
     with suppress(OSError, ValueError):
@@ -103,7 +102,7 @@ def _config_path(source: str | Path) -> Path:
 
 
 def _near(source: object) -> str:
-    """Return a question that names the presets most like a name that is none."""
+    """Return a question with the presets closest to an unknown name, empty if there are none."""
     name = str(source)[:MOST_SHOWN].lower().rsplit("/", 1)[-1]
     near = [preset for preset in PRESETS if name and (name in preset or preset in name)]
     near = near or difflib.get_close_matches(name, PRESETS)
@@ -111,7 +110,7 @@ def _near(source: object) -> str:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file. Raises ``ConfigError`` for anything else."""
+    """Return the object in a JSON file. Raises ``ConfigError`` for any other file."""
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_CONFIG_BYTES + 1)
@@ -132,7 +131,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ``ConfigError`` for a name that has two values."""
+    """Return a JSON object. Raises ``ConfigError`` for a duplicate name."""
     found = dict(pairs)
     if len(found) != len(pairs):
         left = dict(pairs)

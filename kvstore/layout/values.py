@@ -1,61 +1,53 @@
-"""What a model caches: groups of layers, their entries, and how long each is worth keeping.
-
-A layout knows bytes and lifetimes. It knows no tier, no token and no file.
-"""
+"""Layout of a model's cache: groups of layers, the bytes of their entries, and their lifetimes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import operator
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
-from typing import SupportsIndex
 
-from kvstore.checks import several
+from kvstore.checks import choice, integer, several, text
 from kvstore.errors import ConfigError, brief
 
 
 class Lifetime(StrEnum):
-    """How long the entries of a group are worth keeping, and so where they may live."""
+    """Lifetime of a group's entries, which decides the tiers that keep them."""
 
     GLOBAL = "GLOBAL"
-    """Read by every later token: kept for days, in device pages and on SSD."""
+    """Read by all later tokens: kept for days, in device pages and on SSD."""
     WINDOW = "WINDOW"
-    """Read by the next few tokens only: kept for minutes, in the host window pool alone."""
+    """Read by the next W tokens only: kept for minutes, in the host window pool."""
     TRANSIENT = "TRANSIENT"
-    """Never worth keeping: counted by the footprint, stored nowhere."""
+    """Not stored; only the footprint counts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryFormat:
-    """How the values of one entry become bytes.
+    """Byte format of an entry: the plane of its codes, then the plane of their scales.
 
-    An entry is its ``planes``, one after the other: the packed values, then their scales.
-
-    Source: spec of the formats in docs/format.md, section 3.
+    Source: docs/format.md, section 3.
     """
 
     name: str
     value_bits: int
     scale_block: int = 0
-    """Values that share one scale; 0 when all values of an entry do."""
+    """Values that share one scale; 0 if all values of an entry do."""
     scale_bytes: int = 0
-    """Bytes of one scale; 0 when the format has no scales."""
+    """Bytes of one scale; 0 for a format without scales."""
 
     def planes(self, values: int) -> tuple[int, ...]:
         """Bytes of each plane of an entry of ``values`` values."""
         if self.value_bits * values % 8 or (self.scale_block and values % self.scale_block):
             unit = math.lcm(8 // math.gcd(8, self.value_bits), self.scale_block or 1)
-            msg = f"{self.name} packs {unit} values at a time, an entry of {values} does not divide"
+            msg = f"an entry of {self.name} must have a multiple of {unit} values, found {values}"
             raise ConfigError(msg)
-        packed = self.value_bits * values // 8
+        codes = self.value_bits * values // 8
         scales = values // self.scale_block if self.scale_block else 1
-        return (packed, scales * self.scale_bytes) if self.scale_bytes else (packed,)
+        return (codes, scales * self.scale_bytes) if self.scale_bytes else (codes,)
 
     def entry_bytes(self, values: int) -> int:
         """Bytes of an entry of ``values`` values."""
@@ -75,7 +67,7 @@ FORMATS: Mapping[str, EntryFormat] = {
         EntryFormat(name="fp8", value_bits=8, scale_bytes=4),
     )
 }
-"""Every entry format that a layout can name."""
+"""All entry formats, by name."""
 
 SCALE_RULES: Mapping[str, tuple[str, ...]] = {
     "nvfp4": ("v41", "torchao"),
@@ -83,7 +75,7 @@ SCALE_RULES: Mapping[str, tuple[str, ...]] = {
     "mxfp8": ("rceil",),
     "fp8": ("amax",),
 }
-"""Rules for choosing a scale, by format. The first is the default. Source: docs/format.md."""
+"""Scale rules by format, the default first. Source: docs/format.md."""
 
 DTYPE_FORMATS: Mapping[str, str] = {
     "bfloat16": "bf16",
@@ -91,50 +83,28 @@ DTYPE_FORMATS: Mapping[str, str] = {
     "float32": "f32",
     "uint8": "u8",
 }
-"""Names that model configs use, as entry formats."""
+"""Entry formats of the dtype names in model configs."""
 
 
 MOST_LAYERS = 1 << 12
-"""Most layers of a group: thirty times any public model's. Laying out a frame costs their square."""
+"""Most layers of a group, 30 times any public model's: a frame's geometry costs their square."""
 _MOST_COUNT = 1 << 48
-"""Largest count: bytes of any group stay within 64 bits, as files have them."""
+"""Largest count, so that the bytes of any group fit 64 bits."""
 
 
 def _set(owner: object, **fields: object) -> None:
-    """Give a frozen value its fields as they were checked."""
+    """Set fields of a frozen value."""
     for name, value in fields.items():
         object.__setattr__(owner, name, value)
 
 
-def _text(value: object, owner: str, name: str) -> str:
-    if not isinstance(value, str):
-        msg = f"{owner}: {name} must be text, found {brief(value)}"
-        raise ConfigError(msg)
-    return value
-
-
-def _count(value: object, owner: str, name: str, *, least: int) -> int:
-    """Return an integer of any integer type, numpy's included, as Python's own."""
-    found = -1
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with suppress(TypeError):  # of an array
-            found = operator.index(value)
-    if not least <= found <= _MOST_COUNT:
-        msg = f"{owner}: {name} must be an integer from {least} to 2**48, found {brief(value)}"
-        raise ConfigError(msg)
-    return found
-
-
-def _one_of(value: object, known: tuple[str, ...], owner: str, name: str) -> str:
-    if not isinstance(value, str) or value not in known:
-        msg = f"{owner}: unknown {name} {brief(value)}, expected one of {', '.join(known)}"
-        raise ConfigError(msg)
-    return known[known.index(value)]
+def _count(value: object, name: str, *, least: int) -> int:
+    return integer(value, name, least, _MOST_COUNT, ConfigError)
 
 
 def _layer_ids(value: object, owner: str) -> tuple[int, ...]:
     items = several(value, f"{owner}: layers", "layer ids", ConfigError, MOST_LAYERS)
-    layers = tuple(_count(item, owner, "a layer's id", least=0) for item in items)
+    layers = tuple(_count(item, f"{owner}: a layer's id", least=0) for item in items)
     if not layers or list(layers) != sorted(set(layers)):
         msg = f"{owner}: layers must be ids from 0 on, distinct, ascending and not empty, found {brief(layers)}"
         raise ConfigError(msg)
@@ -153,7 +123,7 @@ def _groups(value: object, owner: str) -> tuple[LayerGroup, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers that cache one kind of entry.
+    """Layers that cache entries of one format.
 
     Invariants:
         ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule`` belongs to
@@ -162,7 +132,7 @@ class LayerGroup:
 
     name: str
     layers: tuple[int, ...]
-    """Ids of the layers that own entries; layers that only read them are not listed."""
+    """Ids of the layers that own entries, without layers that only read them."""
     values: int
     """Values in one entry of one layer."""
     entry_format: str
@@ -171,28 +141,28 @@ class LayerGroup:
     scale_rule: str = ""
 
     def __post_init__(self) -> None:
-        """Reject a group that could not be stored; make its fields plain values."""
+        """Raise ``ConfigError`` for an invalid group; convert the fields to plain types."""
         owner = f"group {brief(self.name)}"
         _set(
             self,
-            name=_text(self.name, owner, "name"),
+            name=text(self.name, f"{owner}: name", ConfigError),
             layers=_layer_ids(self.layers, owner),
-            values=_count(self.values, owner, "values", least=1),
-            tokens_per_entry=_count(self.tokens_per_entry, owner, "tokens_per_entry", least=1),
-            lifetime=_one_of(self.lifetime, tuple(Lifetime), owner, "lifetime"),
-            entry_format=_one_of(self.entry_format, tuple(FORMATS), owner, "entry format"),
+            values=_count(self.values, f"{owner}: values", least=1),
+            tokens_per_entry=_count(self.tokens_per_entry, f"{owner}: tokens_per_entry", least=1),
+            lifetime=Lifetime(
+                choice(self.lifetime, f"{owner}: lifetime", [*map(str, Lifetime)], ConfigError)
+            ),
+            entry_format=choice(self.entry_format, f"{owner}: entry_format", FORMATS, ConfigError),
         )
         rules = SCALE_RULES.get(self.entry_format, ("",))
-        if isinstance(self.scale_rule, str) and not self.scale_rule:
-            _set(self, scale_rule=rules[0])
-        if not isinstance(self.scale_rule, str) or self.scale_rule not in rules:
-            msg = f"{owner}: {self.entry_format} has no scale rule {brief(self.scale_rule)}, expected one of {', '.join(rules)}"
-            raise ConfigError(msg)
-        self.planes  # noqa: B018 - raises for a number of values that the format cannot pack
+        name = f"{owner}: scale_rule of {self.entry_format}"
+        rule = text(self.scale_rule, name, ConfigError) or rules[0]
+        _set(self, scale_rule=choice(rule, name, rules, ConfigError))
+        self.planes  # noqa: B018 - raises for a number of values that the format cannot hold
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Bytes of each plane of one entry: packed values, then scales."""
+        """Bytes of each plane of one entry: codes, then scales."""
         return FORMATS[self.entry_format].planes(self.values)
 
     @property
@@ -208,7 +178,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a model caches.
+    """Layer groups of a model's cache.
 
     Invariants:
         At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive exactly
@@ -216,48 +186,51 @@ class Layout:
     """
 
     model: str
-    """A label for people. It is not part of the fingerprint."""
+    """Label for people, not part of the fingerprint."""
     groups: tuple[LayerGroup, ...]
     window_tokens: int = 0
-    """W: how many of the last tokens a window layer reads, the query's own token included."""
+    """W: number of last tokens that a window layer reads, including the query's own."""
     _fingerprint: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Reject a layout that no cache could hold; make its fields plain values."""
+        """Raise ``ConfigError`` for an invalid layout; convert the fields to plain types."""
         owner = f"layout {brief(self.model)}"
         _set(
             self,
-            model=_text(self.model, owner, "model"),
+            model=text(self.model, f"{owner}: model", ConfigError),
             groups=_groups(self.groups, owner),
-            window_tokens=_count(self.window_tokens, owner, "window_tokens", least=0),
+            window_tokens=_count(self.window_tokens, f"{owner}: window_tokens", least=0),
         )
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             msg = f"layout {self.model!r}: group names must be distinct, found {names}"
             raise ConfigError(msg)
         if not self.global_groups:
-            msg = f"layout {self.model!r} has no GLOBAL group, so there is nothing to keep"
+            msg = f"layout {self.model!r} has no GLOBAL group, expected at least one"
             raise ConfigError(msg)
         if bool(self.window_groups) != (self.window_tokens > 0):
             msg = (
                 f"layout {self.model!r}: window_tokens is {self.window_tokens} "
-                f"with {len(self.window_groups)} WINDOW groups; give both or neither"
+                f"with {len(self.window_groups)} WINDOW groups, expected both or neither"
             )
             raise ConfigError(msg)
         object.__setattr__(self, "_fingerprint", self._digest())
 
     @property
     def global_groups(self) -> tuple[LayerGroup, ...]:
-        """The groups that tiers keep."""
-        return tuple(group for group in self.groups if group.lifetime is Lifetime.GLOBAL)
+        """Groups that tiers store."""
+        return self._with_lifetime(Lifetime.GLOBAL)
 
     @property
     def window_groups(self) -> tuple[LayerGroup, ...]:
-        """The groups that the window pool keeps."""
-        return tuple(group for group in self.groups if group.lifetime is Lifetime.WINDOW)
+        """Groups that the window pool stores."""
+        return self._with_lifetime(Lifetime.WINDOW)
+
+    def _with_lifetime(self, lifetime: Lifetime) -> tuple[LayerGroup, ...]:
+        return tuple(group for group in self.groups if group.lifetime is lifetime)
 
     def group(self, name: str) -> LayerGroup:
-        """Return the group of that name, or raise ``ValueError`` naming those there are."""
+        """Return a group by name. Raises ``ValueError`` for an unknown name."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -284,7 +257,7 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that decides how GLOBAL entries are laid out in bytes."""
+        """Hex digest of all fields that determine the bytes of GLOBAL entries."""
         return self._fingerprint
 
     def _digest(self) -> str:
@@ -292,5 +265,5 @@ class Layout:
             [g.name, list(g.layers), g.values, g.entry_format, g.tokens_per_entry, g.scale_rule]
             for g in self.global_groups
         ]
-        text = json.dumps(["kvstore.layout.1", groups], separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        spelled = json.dumps(["kvstore.layout.1", groups], separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(spelled.encode()).hexdigest()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.output.sizes import rate_of, seconds_of, size_of
 from kvstore.policy.registry import POLICIES
 from kvstore.simulate.cost import Cost, Link, first_token_seconds, ttft_report
-from kvstore.simulate.sizes import rate_of, seconds_of, size_of
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, Write, check_tiers
 from kvstore.trace.columns import SECOND, Ints, Trace
 

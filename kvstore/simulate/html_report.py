@@ -6,16 +6,15 @@ same report gives the same bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.output.chart import INLINE, Axis, Mark, Point, Series, chart
 from kvstore.output.html import Markup, element, joined, page, table
+from kvstore.output.sizes import size_text
 from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.hints import hint_lines
-from kvstore.simulate.sizes import bytes_text
 
 Found = Mapping[str, Any]
 NONE = "-"
@@ -166,8 +165,7 @@ class _Sizes:
     def _tick(self, value: float) -> str:
         if self.block_bytes is None:
             return f"{value:,.0f}"
-        power = min(int(math.log2(value)) // 10, 4)
-        return f"{value / 1024**power:,.0f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+        return size_text(value, digits=1)
 
     def text(self, blocks: int | None) -> str:
         """Return a size in the unit in which it is bought."""
@@ -175,7 +173,7 @@ class _Sizes:
             return NONE
         if self.block_bytes is None:
             return _blocks(blocks)
-        return bytes_text(round(blocks * self.block_bytes))
+        return size_text(round(blocks * self.block_bytes))
 
     def header(self) -> list[str]:
         return ["size", *([] if self.block_bytes is None else ["blocks"]), "share"]
@@ -501,7 +499,7 @@ def _tier_table(found: Found, sizes: _Sizes) -> Markup:
         ]
         if sizes.block_bytes is not None:
             rates = ("written_bytes_per_day", "busiest_minute_bytes_per_second", "bandwidth")
-            cells += [NONE if tier[n] is None else bytes_text(tier[n]) for n in rates]
+            cells += [NONE if tier[n] is None else size_text(tier[n]) for n in rates]
         rows.append(cells)
     total = ["all", "", "", _percent(found["prefix_token_hit_ratio"])]
     rows.append(total + [""] * (len(header) - len(total)))
@@ -510,7 +508,7 @@ def _tier_table(found: Found, sizes: _Sizes) -> Markup:
 
 def _amount(tier: Found, name: str, unit: str) -> str:
     value = tier[f"{name}_{unit}"]
-    return _blocks(value) if unit == "blocks" else bytes_text(value)
+    return _blocks(value) if unit == "blocks" else size_text(value)
 
 
 def _windows(found: Found) -> Iterator[Markup]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from kvstore.output.sizes import Size, size_text
 from kvstore.simulate.choice import LRU, OPTIMAL
 from kvstore.simulate.cost import FREE, Cost, Link
 from kvstore.simulate.hierarchy import tiers_report
@@ -24,7 +25,6 @@ from kvstore.simulate.run import (
     simulate,
     times,
 )
-from kvstore.simulate.sizes import Size, bytes_text
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
 from kvstore.simulate.window import Windows, window_report
 from kvstore.trace.columns import SECOND
@@ -178,7 +178,7 @@ def sentences(simulation: Simulation, question: Question, found: dict[str, Any])
     if "window_pool" in found:
         said.append(_window_sentence(advice["window"]))
     if question.cost is not None:
-        rate = bytes_text(question.cost.break_even)
+        rate = size_text(question.cost.break_even)
         said.append(f"loading is faster than computing from {rate}/s on")
     for tiers in found.get("hierarchies", ()):
         if tiers["policy"] == advice["policy"]:
@@ -208,7 +208,7 @@ def _amount(question: Question, simulation: Simulation, blocks: int) -> str:
     share = f"{blocks / simulation.trace.distinct_blocks:.1%} of all blocks"
     size = _bytes(question, simulation, blocks)
     count = f"{blocks:,} blocks"
-    return f"{count}, {share}" if size is None else f"{bytes_text(size)} of SSD ({count}, {share})"
+    return f"{count}, {share}" if size is None else f"{size_text(size)} of SSD ({count}, {share})"
 
 
 def _window_advice(pool: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _tier_sentences(found: dict[str, Any]) -> list[str]:
     )
     said = [f"with these tiers under {found['policy']}: {total} hit, {parts}"]
     said.extend(
-        f"{found['policy']} writes {bytes_text(tier['written_bytes_per_day'])} a day to ssd"
+        f"{found['policy']} writes {size_text(tier['written_bytes_per_day'])} a day to ssd"
         for tier in found["tiers"]
         if tier["name"] == "ssd" and tier["written_bytes_per_day"] is not None
     )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvstore.index import plan
+from kvstore.output.sizes import Size
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import LRU, OPTIMAL, SHARES, WORTH_CHANGING, choose, smallest
 from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_report
@@ -19,7 +20,6 @@ from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
 from kvstore.simulate.path_index import Rows, simulate_policy
-from kvstore.simulate.sizes import Size
 from kvstore.trace.columns import Ints, Trace
 from kvstore.trace.paths import links_of, paths_of
 

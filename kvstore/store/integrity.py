@@ -5,7 +5,8 @@ A read knows the tokens that it asks for; a check does not, and takes them from 
 
 from __future__ import annotations
 
-from kvstore.frame.format import Frames, Header, head_sum
+from kvstore.frame.format import Frames
+from kvstore.frame.header import Header, head_sum
 from kvstore.identity.block import BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hashes
 from kvstore.tier.ssd.records import Record

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import StoreError
-from kvstore.frame.format import Frames, Header, head_sum
+from kvstore.frame.format import Frames
+from kvstore.frame.header import Header, head_sum
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.identity.chain import Chain
 from kvstore.index import plan

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from kvstore.codec import codec_for
 from kvstore.codec.arrays import check_plain
 from kvstore.errors import CapacityError, ConfigError, brief
-from kvstore.frame.format import Frames, Wave
+from kvstore.frame.format import Frames
+from kvstore.frame.geometry import Wave
 from kvstore.layout import LayerGroup
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.checks import is_integer, is_number
+
 LARGEST = 2**62
 """Bound of times, ids that are kept as numbers, and sums of lengths: a few of them fit 64 bits."""
 MOST_TOKENS = 2**40
@@ -64,7 +66,7 @@ def number(record: Mapping[str, Any], name: str, below: int = LARGEST) -> float:
     value = record.get(name)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         msg = f"expected a number as {name}, found {shown(value)}"
         raise ValueError(msg)
     if not 0 <= value < below:  # a NaN is in no range
@@ -96,7 +98,7 @@ def count(record: Mapping[str, Any], name: str, absent: int | None = None) -> in
 
 def size(value: Any, name: str) -> int:
     """Return the tokens of a block."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+    if not is_integer(value) or not 0 < value < 2**31:
         msg = f"expected {name} of 1 or more, found {shown(value)}"
         raise ValueError(msg)
     return value
@@ -107,7 +109,7 @@ def label(record: Mapping[str, Any], name: str) -> str | None:
     value = record.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if not (isinstance(value, str) or is_integer(value)):
         msg = f"expected text or a whole number as {name}, found {shown(value)}"
         raise ValueError(msg)
     return str(value)
@@ -125,7 +127,7 @@ def ids(record: Mapping[str, Any], name: str) -> NDArray[np.int64] | Sequence[st
     if all(type(each) is int and 0 <= each < LARGEST for each in values):
         return np.array(values, np.int64)
     for each in values:
-        if isinstance(each, bool) or not isinstance(each, str | int):
+        if not (isinstance(each, str) or is_integer(each)):
             msg = f"expected numbers or strings in {name}, found {shown(each)}"
             raise ValueError(msg)
     return values

@@ -7,16 +7,16 @@
 
 enum {
     DIGEST = 32,
-    PARENT = 8, /* where the parent's digest lies in a message, after the magic and block_tokens */
+    PARENT = 8, /* offset of the parent's digest in a message, after the magic and block_tokens */
     TOKENS = PARENT + DIGEST,
     NO_IMAGES = 4, /* bytes after the tokens: a count of 0 */
     LENGTH = 8,    /* bytes at the very end, as SHA-256 pads: the length in bits */
     EDGES = 3 * SHA256_BLOCK
 };
 
-/* What the messages of all blocks have in common. Each is hashed from three places: its first 64
- * bytes and its padded end, which are kept in `edges`, and between them the tokens where they lie.
- * A message of few tokens is all in `edges`. */
+/* Common structure of the messages of all blocks. Each is hashed from three buffers: its first 64
+ * bytes and its padded end, which are in `edges`, and between them the tokens in place. A message
+ * of few tokens is entirely in `edges`. */
 struct chain {
     sha256_mix *mix;
     uint8_t edges[EDGES];
@@ -98,10 +98,10 @@ int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blo
     return code;
 }
 
-/* Copy token ids of some kind; say whether all of them are ids. No branch for each, so that a
- * compiler can take several at a time. */
+/* Copy token ids of one integer type; return whether all are in range. Branch-free, so that
+ * compilers vectorise it. */
 static int copy_ids(const void *tokens, int kind, size_t first, size_t count, uint32_t *ids) {
-    uint64_t above = 0; /* all bits that no id has */
+    uint64_t above = 0; /* bits that valid ids do not have */
 #define COPY(type)                                                                                 \
     for (size_t i = 0; i < count; i++) {                                                           \
         const uint64_t token = (uint64_t)((const type *)tokens)[first + i];                        \

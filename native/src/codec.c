@@ -12,9 +12,9 @@ enum { AVX512_IS_EMULATED = 0 };
 #endif
 
 enum {
-    MEASURED_VALUES = 4096, /* packed, then measured: what both touch fits the second cache */
+    MEASURED_VALUES = 4096, /* quantized, then measured, in the second-level cache */
     LINE = 64,
-    AHEAD = 8 /* entries that are fetched while one is unpacked; 4 to 16 measure alike */
+    AHEAD = 8 /* entries prefetched while one is dequantized; 4 to 16 perform alike */
 };
 
 int kvstore_level(void) {
@@ -83,13 +83,13 @@ int kvstore_codec_prepare(struct kvstore_codec *codec, int dtype, int format, in
     return KVSTORE_OK;
 }
 
-/* The rows of one call: where the next row of each buffer starts, and how many there are. */
+/* Rows of one call: the next row of each buffer, and the number of rows. */
 struct walk {
     size_t rows, count, value_bytes, code_bytes, scale_bytes;
     ptrdiff_t value_stride, code_stride, scale_stride;
 };
 
-/* Find how long a row is. A walk of no rows, or of empty ones, is no error. */
+/* Compute the size of a row. No rows, or empty rows, are no error. */
 static int measure(const struct kvstore_codec *codec, struct walk *walk) {
     const struct shape shape = SHAPE[codec->format];
     /* A row of FP8 has a scale, so it cannot be empty. */
@@ -112,7 +112,7 @@ int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes
     return code;
 }
 
-/* Check a call of rows, and make one row of those that follow each other. */
+/* Check a call, and join consecutive rows to one row. */
 static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const void *values,
                      const void *codes, const void *scales, int is_unpack) {
     const int failed = measure(codec, walk);
@@ -131,26 +131,26 @@ static int plan_walk(const struct kvstore_codec *codec, struct walk *walk, const
     if (SHAPE[codec->format].block && walk->value_stride == (ptrdiff_t)walk->value_bytes &&
         walk->code_stride == (ptrdiff_t)walk->code_bytes &&
         walk->scale_stride == (ptrdiff_t)walk->scale_bytes) {
-        walk->count *= walk->rows; /* no overflow: check() found that all of it has addresses */
+        walk->count *= walk->rows; /* no overflow: check() found that all rows have addresses */
         walk->value_bytes *= walk->rows;
         walk->rows = 1;
     }
     return KVSTORE_OK;
 }
 
-/* Pack a row, and measure it piece by piece, while its values are in the cache. */
+/* Quantize a row in chunks, and measure each while its values are in the cache. */
 static void pack_measured(const struct kvstore_codec *codec, const unsigned char *values,
                           size_t count, uint8_t *codes, uint8_t *scales,
                           struct kvstore_pack_stats *stats, struct kvstore_pack_error *error) {
     const struct shape shape = SHAPE[codec->format];
     const size_t most = shape.block ? MEASURED_VALUES : count;
     for (size_t i = 0; i < count; i += most) {
-        const size_t piece = count - i < most ? count - i : most;
+        const size_t chunk = count - i < most ? count - i : most;
         const unsigned char *from = values + i * WIDE_BYTES[codec->dtype];
-        uint8_t *piece_codes = codes + i / shape.values_per_byte;
-        uint8_t *piece_scales = scales + (shape.block ? i / shape.block * shape.scale_bytes : 0);
-        codec->pack(codec, from, piece, piece_codes, piece_scales, stats);
-        measure_row(codec, from, piece, piece_codes, piece_scales, error);
+        uint8_t *chunk_codes = codes + i / shape.values_per_byte;
+        uint8_t *chunk_scales = scales + (shape.block ? i / shape.block * shape.scale_bytes : 0);
+        codec->pack(codec, from, chunk, chunk_codes, chunk_scales, stats);
+        measure_row(codec, from, chunk, chunk_codes, chunk_scales, error);
     }
 }
 
@@ -272,30 +272,30 @@ static int check_gather(const struct walk *walk, const struct kvstore_entries *e
     return KVSTORE_OK;
 }
 
-/* Where one entry lies. */
-struct place {
+/* Addresses of one entry. */
+struct entry_address {
     const uint8_t *codes, *scales;
 };
 
-/* Find an entry, and start to fetch it: the CPU cannot guess where the next ones lie. */
-static struct place fetch(const struct kvstore_entries *entries, int64_t entry,
-                          const struct walk *walk) {
+/* Compute the addresses of an entry and prefetch it: the access pattern is irregular. */
+static struct entry_address fetch(const struct kvstore_entries *entries, int64_t entry,
+                                  const struct walk *walk) {
     size_t page = 0, slot = (size_t)entry;
-    if (slot >= entries->page_entries || entries->table) { /* else spare a division */
+    if (slot >= entries->page_entries || entries->table) { /* else skip the division */
         page = slot / entries->page_entries;
         slot -= page * entries->page_entries;
         page = entries->table ? (size_t)entries->table[page] : page;
     }
     const ptrdiff_t p = (ptrdiff_t)page, e = (ptrdiff_t)slot;
-    const struct place place = {
+    const struct entry_address address = {
         entries->codes + p * entries->code_page_stride + e * entries->code_stride,
         entries->scales + p * entries->scale_page_stride + e * entries->scale_stride};
     for (size_t byte = 0; byte < walk->code_bytes; byte += LINE) {
-        __builtin_prefetch(place.codes + byte);
+        __builtin_prefetch(address.codes + byte);
     }
-    __builtin_prefetch(place.codes + walk->code_bytes - 1);
-    __builtin_prefetch(place.scales);
-    return place;
+    __builtin_prefetch(address.codes + walk->code_bytes - 1);
+    __builtin_prefetch(address.scales);
+    return address;
 }
 
 int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entries *entries,
@@ -311,15 +311,15 @@ int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entri
         return code;
     }
     const int is_streamed = passes_the_cache(codec, &walk);
-    struct place places[AHEAD];
+    struct entry_address addresses[AHEAD];
     for (size_t row = 0; row < walk.rows && row < AHEAD; row++) {
-        places[row] = fetch(entries, index[row], &walk);
+        addresses[row] = fetch(entries, index[row], &walk);
     }
     for (size_t row = 0; row < walk.rows; row++) {
-        struct place *place = &places[row % AHEAD];
-        const struct place now = *place;
+        struct entry_address *address = &addresses[row % AHEAD];
+        const struct entry_address now = *address;
         if (row + AHEAD < walk.rows) {
-            *place = fetch(entries, index[row + AHEAD], &walk);
+            *address = fetch(entries, index[row + AHEAD], &walk);
         }
         codec->unpack(codec, now.codes, now.scales, walk.count,
                       (unsigned char *)values + (ptrdiff_t)row * value_stride, is_streamed);

@@ -1,4 +1,4 @@
-/* A prepared codec, and what the kernels of each format and level offer. Private to native/src. */
+/* A prepared codec, and the kernel functions of each format and level. Private to native/src. */
 #ifndef KVSTORE_CODEC_H
 #define KVSTORE_CODEC_H
 
@@ -6,7 +6,7 @@
 
 enum { SCALE_CODES = 256, E2M1_CODES = 16, MAGNITUDES_16 = 1 << 15 };
 
-/* Kernels work on a row: `count` values that follow each other, with their codes and scales. */
+/* Kernels process a row: `count` consecutive values with their codes and scales. */
 typedef void pack_row(const struct kvstore_codec *codec, const unsigned char *values, size_t count,
                       uint8_t *codes, uint8_t *scales, struct kvstore_pack_stats *stats);
 typedef void unpack_row(const struct kvstore_codec *codec, const uint8_t *codes,
@@ -25,7 +25,7 @@ union cells {
     } of_32;
 };
 
-/* What the 16 elements mean under one scale. */
+/* Values of the 16 elements under one scale. */
 union elements {
     uint8_t bytes[4][E2M1_CODES];  /* their lowest bytes, the next ones, ... */
     uint16_t of_16[2][E2M1_CODES]; /* numbers of 16 bits, twice */
@@ -35,7 +35,7 @@ union elements {
 typedef void squares_of_row(const unsigned char *values, const unsigned char *unpacked,
                             size_t count, int dtype, struct kvstore_pack_error *sums);
 
-/* How a row of each format is laid out. A block of 0 values is the whole row. */
+/* Sizes of a row of each format. A block of 0 values is the whole row. */
 struct shape {
     size_t block, values_per_byte, scale_bytes;
 };
@@ -60,7 +60,7 @@ struct kvstore_codec {
     int dtype, format, rule;
     int is_short; /* elements of f32 that all have a lower half of 0 */
     float global_scale;
-    size_t streamed_bytes; /* outputs from this size on do not pass through the cache */
+    size_t streamed_bytes; /* outputs of at least this size bypass the cache */
     pack_row *pack;
     unpack_row *unpack;
     squares_of_row *squares;
@@ -69,7 +69,7 @@ struct kvstore_codec {
 /* Infinity of the dtype: what every magnitude of a number is below. */
 static inline uint32_t magnitude_infinity(int dtype) { return WIDE[dtype].top; }
 
-/* Add up how far the values of a row lie from what its codes mean. */
+/* Add the squared differences of a row's values and its dequantized codes. */
 void measure_row(const struct kvstore_codec *codec, const unsigned char *values, size_t count,
                  const uint8_t *codes, const uint8_t *scales, struct kvstore_pack_error *sums);
 squares_of_row squares_portable, squares_avx2;
@@ -82,11 +82,11 @@ unpack_row fp4_unpack_portable, fp8_unpack_portable;
 /* Bytes of a row of `values` values. Returns OK or SHAPE. */
 struct row_bytes {
     size_t values, codes, scales;
-    int is_joinable; /* rows that follow each other are a longer row: none has a scale of its own */
+    int is_joinable; /* consecutive rows form one longer row: rows have no own scale */
 };
 int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes *row);
 
-/* End what kernels have streamed. Once a call: after every row it costs most of what that gains. */
+/* Fence non-temporal stores. Once a call: a fence per row costs most of their gain. */
 void end_stream(int is_streamed);
 
 #if defined(__x86_64__)

@@ -1,10 +1,9 @@
-/* How far packed values lie from what they were: sums of squares, of the differences and of the
- * values. */
+/* Quantization error: sums of the squared differences and of the squared values. */
 #include "codec.h"
 
 enum {
     PIECE = 512
-}; /* values unpacked at a time: with their sources they stay in the first cache */
+}; /* values dequantized at a time: with their sources they fit the first-level cache */
 
 static double float_of(const unsigned char *values, size_t i, int dtype) {
     const uint32_t bits = load(values + i * WIDE_BYTES[dtype], dtype);
@@ -28,11 +27,11 @@ void measure_row(const struct kvstore_codec *codec, const unsigned char *values,
     const size_t bytes = WIDE_BYTES[codec->dtype];
     _Alignas(64) unsigned char unpacked[PIECE * 4];
     for (size_t i = 0; i < count; i += PIECE) {
-        const size_t piece = count - i < PIECE ? count - i : PIECE;
+        const size_t segment = count - i < PIECE ? count - i : PIECE;
         codec->unpack(codec, codes + i / shape.values_per_byte,
-                      scales + (shape.block ? i / shape.block * shape.scale_bytes : 0), piece,
+                      scales + (shape.block ? i / shape.block * shape.scale_bytes : 0), segment,
                       unpacked, 0);
-        codec->squares(values + i * bytes, unpacked, piece, codec->dtype, sums);
+        codec->squares(values + i * bytes, unpacked, segment, codec->dtype, sums);
     }
 }
 

@@ -1,4 +1,4 @@
-/* FP4 packing, portable: the definition that faster versions are made from and compared with.
+/* Portable FP4 quantization: the reference that the tables of faster kernels are built from.
  *
  * Arithmetic is in double, where every product and quotient below is exact or provably rounds the
  * same way, and no operand is ever a subnormal. Rounding to a narrow format is one function on
@@ -7,7 +7,7 @@
 
 enum { BLOCK_MAX = 32 };
 
-static const struct binary E2M1 = {1, 1, 3, 0x7, 0x7}; /* has no NaN: callers never ask for one */
+static const struct binary E2M1 = {1, 1, 3, 0x7, 0x7}; /* has no NaN: callers never pass one */
 static const size_t BLOCK[] = {[KVSTORE_NVFP4] = 16, [KVSTORE_MXFP4] = 32};
 static const uint8_t NAN_SCALE[] = {[KVSTORE_NVFP4] = 0x7F, [KVSTORE_MXFP4] = 0xFF};
 
@@ -51,7 +51,7 @@ static double float_product(double value, double factor) {
     return (float)(product > limit ? limit : product < -limit ? -limit : product);
 }
 
-/* How the elements of one block are made from its values. */
+/* Computation of the elements of one block from its values. */
 struct divisor {
     double scale;
     double reciprocal; /* 0 where elements are divided */
@@ -144,7 +144,7 @@ int fp4_check(const struct kvstore_codec *codec) {
     return KVSTORE_OK;
 }
 
-/* The bits of the float that a magnitude of the dtype stands for. */
+/* Bits of the float equal to a magnitude of the dtype. */
 static uint32_t magnitude_bits(int dtype, uint32_t magnitude) {
     return dtype == KVSTORE_F32   ? magnitude
            : dtype == KVSTORE_F16 ? f16_to_f32(magnitude)
@@ -199,7 +199,7 @@ static uint8_t code_of_scale(const struct kvstore_codec *codec, struct divisor b
     return choose_scale(codec, bits);
 }
 
-/* Cut the magnitudes of a scale into cells, or return 0: subnormals may lie too close. */
+/* Divide the magnitudes of a scale into cells, or return 0 if subnormals are too close. */
 static int prepare_cells(struct kvstore_codec *codec, uint8_t scale) {
     const struct divisor by = divisor_of(codec, scale);
     const int64_t half_octave = (int64_t)1 << (WIDE[codec->dtype].fraction_bits - 1);

@@ -1,7 +1,6 @@
-/* FP4 packing with AVX2: integers only. The floating point was all done by the portable kernel, in
- * fp4_prepare: here a magnitude is compared with where its element changes, and an element looked
- * up. So the bytes are the portable ones, whatever the rounding mode or the handling of subnormals.
- */
+/* FP4 with AVX2, on integers only: fp4_prepare of the portable kernel did all floating-point work.
+ * Magnitudes are compared with the limits of their elements, and elements are looked up, so the
+ * bytes equal the portable ones in any rounding mode and subnormal mode. */
 #include "codec.h"
 
 #ifdef KVSTORE_HAS_X86
@@ -16,7 +15,7 @@ enum {
 
 #include "fp4_rows.h"
 
-INLINE __m256i vector(const void *place) { return _mm256_loadu_si256(place); }
+INLINE __m256i vector(const void *address) { return _mm256_loadu_si256(address); }
 
 INLINE __m128i larger(__m128i a, __m128i b, int is_wide) {
     return is_wide ? _mm_max_epu32(a, b) : _mm_max_epu16(a, b);
@@ -102,15 +101,15 @@ INLINE void pack_codes(const struct kvstore_codec *codec, const unsigned char *v
         }
     }
     const __m256i joined = _mm256_packus_epi16(join(codes, numbers), join(codes + 2, numbers + 2));
-    __m128i *place = (__m128i *)(void *)nibbles;
+    __m128i *address = (__m128i *)(void *)nibbles;
     if (is_f32) { /* narrowing put the lower halves of vectors first: pairs of codes alternate */
         const __m128i low = _mm256_castsi256_si128(joined);
         const __m128i high = _mm256_extracti128_si256(joined, 1);
-        _mm_storeu_si128(place, _mm_unpacklo_epi16(low, high));
-        _mm_storeu_si128(place + 1, _mm_unpackhi_epi16(low, high));
+        _mm_storeu_si128(address, _mm_unpacklo_epi16(low, high));
+        _mm_storeu_si128(address + 1, _mm_unpackhi_epi16(low, high));
     } else {
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        _mm256_storeu_si256((__m256i *)(void *)place, _mm256_permutevar8x32_epi32(joined, order));
+        _mm256_storeu_si256((__m256i *)(void *)address, _mm256_permutevar8x32_epi32(joined, order));
     }
 }
 
@@ -130,16 +129,16 @@ INLINE __m256i look_up(const uint8_t first[4][E2M1_CODES], const uint8_t second[
 
 /* Store vectors whose low halves follow each other, and then their high halves. Streams go by 16
  * bytes: an array is seldom aligned to more, and the CPU joins them to whole lines anyway. */
-INLINE void put(unsigned char *place, const __m256i *found, size_t count, int is_streamed) {
+INLINE void put(unsigned char *address, const __m256i *found, size_t count, int is_streamed) {
     for (size_t i = 0; i < count; i += 2) {
         if (is_streamed) {
-            __m128i *low = (__m128i *)(void *)place + i, *high = low + count;
+            __m128i *low = (__m128i *)(void *)address + i, *high = low + count;
             _mm_stream_si128(low, _mm256_castsi256_si128(found[i]));
             _mm_stream_si128(low + 1, _mm256_castsi256_si128(found[i + 1]));
             _mm_stream_si128(high, _mm256_extracti128_si256(found[i], 1));
             _mm_stream_si128(high + 1, _mm256_extracti128_si256(found[i + 1], 1));
         } else {
-            __m256i *low = (__m256i *)(void *)(place + 16 * i);
+            __m256i *low = (__m256i *)(void *)(address + 16 * i);
             _mm256_storeu_si256(low, _mm256_permute2x128_si256(found[i], found[i + 1], 0x20));
             _mm256_storeu_si256(low + count / 2,
                                 _mm256_permute2x128_si256(found[i], found[i + 1], 0x31));

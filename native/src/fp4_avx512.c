@@ -1,5 +1,5 @@
-/* FP4 packing with AVX-512 (BW, DQ, VL and VBMI): as fp4_avx2.c, twice as wide, and with look-ups
- * of whole numbers in place of bytes. */
+/* FP4 with AVX-512 (BW, DQ, VL and VBMI): as fp4_avx2.c, twice as wide, with look-ups of whole
+ * numbers instead of bytes. */
 #include "codec.h"
 
 #ifdef KVSTORE_HAS_X86
@@ -13,7 +13,7 @@ enum {
 
 #include "fp4_rows.h"
 
-INLINE __m512i vector(const void *place) { return _mm512_loadu_si512(place); }
+INLINE __m512i vector(const void *address) { return _mm512_loadu_si512(address); }
 
 /* The halves of a table of 32 entries of 16 bits: those of one scale, and those of the next. */
 INLINE __m512i two_of_16(const uint16_t *first, const uint16_t *second) {
@@ -35,8 +35,8 @@ INLINE __m128i largest_of_16(__m512i a, __m512i b) {
     const __m512i found = _mm512_max_epu16(pairs, _mm512_srli_epi64(pairs, 16));
     /* The lowest word of each 64 bits: of the lower halves of `a` and `b`, then of the upper ones.
      */
-    const __m512i place = _mm512_setr_epi32(0, 16, 4, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    return _mm_and_si128(_mm512_castsi512_si128(_mm512_permutexvar_epi16(place, found)),
+    const __m512i address = _mm512_setr_epi32(0, 16, 4, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm_and_si128(_mm512_castsi512_si128(_mm512_permutexvar_epi16(address, found)),
                          _mm_set1_epi32(0xFFFF));
 }
 
@@ -133,16 +133,16 @@ AVX512 void fp4_pack_avx512(const struct kvstore_codec *codec, const unsigned ch
  * aligned. NumPy aligns large arrays to 16 only; the processor joins those to lines anyway. */
 enum stream { CACHED = 0, BY_16 = 16, BY_64 = 64 };
 
-INLINE void put(unsigned char *place, __m512i values, enum stream stream) {
+INLINE void put(unsigned char *address, __m512i values, enum stream stream) {
     if (stream == BY_64) {
-        _mm512_stream_si512((void *)place, values);
+        _mm512_stream_si512((void *)address, values);
     } else if (stream == BY_16) {
-        _mm_stream_si128((void *)place, _mm512_castsi512_si128(values));
-        _mm_stream_si128((void *)(place + 16), _mm512_extracti32x4_epi32(values, 1));
-        _mm_stream_si128((void *)(place + 32), _mm512_extracti32x4_epi32(values, 2));
-        _mm_stream_si128((void *)(place + 48), _mm512_extracti32x4_epi32(values, 3));
+        _mm_stream_si128((void *)address, _mm512_castsi512_si128(values));
+        _mm_stream_si128((void *)(address + 16), _mm512_extracti32x4_epi32(values, 1));
+        _mm_stream_si128((void *)(address + 32), _mm512_extracti32x4_epi32(values, 2));
+        _mm_stream_si128((void *)(address + 48), _mm512_extracti32x4_epi32(values, 3));
     } else {
-        _mm512_storeu_si512(place, values);
+        _mm512_storeu_si512(address, values);
     }
 }
 
@@ -222,10 +222,10 @@ INLINE void unpack_any(const struct kvstore_codec *codec, const uint8_t *codes,
 AVX512 void fp4_unpack_avx512(const struct kvstore_codec *codec, const uint8_t *codes,
                               const uint8_t *scales, size_t count, unsigned char *values,
                               int is_streamed) {
-    const uintptr_t place = (uintptr_t)values;
-    if (is_streamed && place % 64 == 0) {
+    const uintptr_t address = (uintptr_t)values;
+    if (is_streamed && address % 64 == 0) {
         unpack_any(codec, codes, scales, count, values, BY_64);
-    } else if (is_streamed && place % 16 == 0) {
+    } else if (is_streamed && address % 16 == 0) {
         unpack_any(codec, codes, scales, count, values, BY_16);
     } else {
         unpack_any(codec, codes, scales, count, values, CACHED);

@@ -1,4 +1,4 @@
-/* FP8 packing, portable: the definition that faster versions are compared with.
+/* Portable FP8 quantization: the reference for faster kernels.
  *
  * Arithmetic is in double, where no operand is ever a subnormal. A quotient of two floats that is
  * not on a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than

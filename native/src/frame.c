@@ -1,5 +1,5 @@
-/* Reading frames: from the file to where their payloads go, each verified on the way. What makes a
- * frame good is kvstore/frame/format.py's to say; this is the same, for many at once. */
+/* Reading frames from a file into memory with verification. kvstore/frame/format.py defines a good
+ * frame; this code applies the same checks to many frames. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 
 #include "codec.h"
@@ -12,12 +12,12 @@ enum {
     SUM_AT = 104, /* docs/format.md, section 4 */
     HEAD_BYTES = 112,
     FLAGS_AT = 6,
-    ANY_AT = 12, /* number and namespace id, which differ from block to block */
+    ANY_AT = 12, /* number and namespace id, which differ between blocks */
     ANY_END = 20,
     HASH_AT = 32,
     HASH_BYTES = 32,
     HAS_IMAGES = 1,
-    SKIPPED = 16384 /* bytes that take as long to copy as another system call: about 2 us */
+    SKIPPED = 16384 /* bytes whose copy takes as long as a system call, about 2 us */
 };
 
 static int read_whole(int file, int64_t offset, uint8_t *buffer, size_t bytes) {
@@ -54,7 +54,7 @@ static int is_head(const struct kvstore_frames *format, const uint8_t *frame, co
     return xxh3_end(&sum) == expected;
 }
 
-/* The sum that a frame names of one of the parts that are asked for. */
+/* Checksum of a requested part in a frame. */
 static uint64_t sum_of(const struct kvstore_frames *format, const uint8_t *frame, size_t part) {
     uint64_t sum;
     const size_t first = HEAD_BYTES + format->block_tokens * sizeof(uint32_t);
@@ -75,14 +75,14 @@ static int are_parts_good(const struct kvstore_frames *format, const uint8_t *fr
     return 1;
 }
 
-/* Hand out the payload of one frame. */
+/* Copy the payload of one frame. */
 static int hand_out(const struct kvstore_frames *format, const uint8_t *frame, size_t block,
                     int level, size_t streamed_bytes) {
-    for (size_t i = 0; i < format->piece_count; i++) {
+    for (size_t i = 0; i < format->segment_count; i++) {
         const ptrdiff_t step =
             format->shifts ? format->shifts[block] : format->steps[i] * (ptrdiff_t)block;
-        format->scratch[i] = format->pieces[i];
-        format->scratch[i].place = (uint8_t *)format->pieces[i].place + step;
+        format->scratch[i] = format->segments[i];
+        format->scratch[i].address = (uint8_t *)format->segments[i].address + step;
     }
     for (size_t i = 0; i < format->part_count; i++) {
         const struct kvstore_frame_part *part = &format->parts[i];
@@ -96,7 +96,7 @@ static int hand_out(const struct kvstore_frames *format, const uint8_t *frame, s
     return KVSTORE_OK;
 }
 
-/* Read the head of a frame and the parts that are asked for to where they lie in it. */
+/* Read the head of a frame and the requested parts to their offsets in the buffer. */
 static int read_frame(const struct kvstore_frames *format, int file, int64_t offset,
                       uint8_t *frame) {
     const size_t head = format->payload_offset, count = format->part_count;
@@ -113,8 +113,8 @@ static int check_frames(const struct kvstore_frames *format, size_t count, const
                         const void *hashes, const void *ids, const void *buffer) {
     if (format == NULL || (count > 0 && !(offsets && hashes && ids && buffer)) ||
         (format->part_count > 0 && format->parts == NULL) ||
-        (format->piece_count > 0 &&
-         !(format->pieces && (format->steps || format->shifts) && format->scratch))) {
+        (format->segment_count > 0 &&
+         !(format->segments && (format->steps || format->shifts) && format->scratch))) {
         return KVSTORE_ERR_NULL;
     }
     const size_t size = format->frame_bytes, head = format->payload_offset;
@@ -128,7 +128,7 @@ static int check_frames(const struct kvstore_frames *format, size_t count, const
     for (size_t i = 0; i < format->part_count; i++) {
         const struct kvstore_frame_part *part = &format->parts[i];
         if (part->start > part->stop || part->start < head || part->stop > size ||
-            part->first > part->last || part->last > format->piece_count ||
+            part->first > part->last || part->last > format->segment_count ||
             (i > 0 && part->start < format->parts[i - 1].stop)) {
             return KVSTORE_ERR_SHAPE;
         }

@@ -1,5 +1,5 @@
-/* What the packing kernels share: numbers as bits, one rounding for every format, and the checks of
- * strided rows. Private to native/src. */
+/* Shared code of the kernels: numbers as bits, one rounding function for all formats, and the
+ * checks of strided rows. Private to native/src. */
 #ifndef KVSTORE_KERNELS_H
 #define KVSTORE_KERNELS_H
 
@@ -16,7 +16,7 @@ struct binary {
     int bias;
     int fraction_bits;
     int sign_shift;
-    uint32_t top; /* code that everything too large becomes: infinity, or the largest number */
+    uint32_t top; /* code of values beyond the range: infinity, or the largest number */
     uint32_t nan;
 };
 
@@ -59,7 +59,7 @@ static inline uint32_t round_to(const struct binary *narrow, double value) {
     if (exponent == 0x7FF && fraction != 0) {
         return narrow->nan;
     }
-    if (exponent == 0) { /* zero: a subnormal double lies far below half a step of any format */
+    if (exponent == 0) { /* zero: a subnormal double is far below half a step of any format */
         return sign;
     }
     const int target = exponent - 1023 + narrow->bias;
@@ -139,7 +139,7 @@ static inline double widen(uint32_t bits) {
     return from_bits(bits_of(value) | sign);
 }
 
-/* What an E4M3 byte means: no infinity, and NaN where all seven low bits are set. */
+/* Value of an E4M3 byte: no infinity, and NaN if all seven low bits are set. */
 static inline double e4m3_value(uint8_t code) {
     const int exponent = code >> 3 & 0xF;
     const int fraction = code & 0x7;
@@ -151,7 +151,7 @@ static inline double e4m3_value(uint8_t code) {
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-/* What an E8M0 byte means: 2^(byte - 127), or NaN. */
+/* Value of an E8M0 byte: 2^(byte - 127), or NaN. */
 static inline double e8m0_value(uint8_t code) {
     return code == 0xFF ? from_bits((uint64_t)0x7FF8 << 48) : power_of_two(code - 127);
 }
@@ -199,7 +199,7 @@ static inline int disjoint(const struct plane *a, size_t rows_a, const struct pl
     return offset >= a->row_bytes && offset + b->row_bytes <= step;
 }
 
-/* Check what pack and unpack have in common. The first `outputs` planes are written. */
+/* Checks that pack and unpack share. The first `outputs` planes are written. */
 static inline int check(const struct plane planes[3], int outputs, size_t rows) {
     for (int i = 0; i < 3; i++) {
         if (planes[i].data == NULL) {

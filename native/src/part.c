@@ -1,4 +1,4 @@
-/* Reading and writing a part: what is handed out or taken in is summed on the way. */
+/* Copying and summing a part in one pass, in both directions. */
 #include "codec.h"
 #include "xxh3.h"
 
@@ -6,79 +6,79 @@ enum {
     STEP = 4096, /* bytes of codes that are unpacked and then summed: from here on larger ones gain
                     little */
     STAGED = 4096,   /* bytes of short rows that are copied at a time */
-    SHORT_ROW = 1024 /* rows up to here go through a stage: their own calls would cost more */
+    SHORT_ROW = 1024 /* shorter rows go through the stage: separate calls would cost more */
 };
 
-/* A piece with what follows from its codec. */
+/* A segment with the sizes that its codec determines. */
 struct measured {
-    const struct kvstore_piece *piece;
+    const struct kvstore_segment *segment;
     struct row_bytes row;
     size_t rows;       /* of all units; 0 if they are empty */
     size_t unit_bytes; /* of one unit's planes */
-    struct plane place;
+    struct plane memory;
 };
 
-static int measure(const struct kvstore_piece *piece, struct measured *found) {
-    *found = (struct measured){.piece = piece};
-    if (piece->codec != NULL) {
-        const int code = codec_row(piece->codec, piece->row_values, &found->row);
+static int measure(const struct kvstore_segment *segment, struct measured *found) {
+    *found = (struct measured){.segment = segment};
+    if (segment->codec != NULL) {
+        const int code = codec_row(segment->codec, segment->row_values, &found->row);
         if (code != KVSTORE_OK) {
             return code;
         }
     } else {
-        found->row = (struct row_bytes){piece->row_values, piece->row_values, 0, 1};
+        found->row = (struct row_bytes){segment->row_values, segment->row_values, 0, 1};
     }
-    found->place = (struct plane){piece->place, found->row.values, piece->place_stride};
+    found->memory = (struct plane){segment->address, found->row.values, segment->row_stride};
     const size_t row_bytes = found->row.codes + found->row.scales, most = (size_t)PTRDIFF_MAX;
-    if (row_bytes == 0 || piece->units == 0 || piece->rows == 0) {
+    if (row_bytes == 0 || segment->units == 0 || segment->rows == 0) {
         return KVSTORE_OK;
     }
-    if (row_bytes > most / piece->rows || row_bytes * piece->rows > most / piece->units) {
+    if (row_bytes > most / segment->rows || row_bytes * segment->rows > most / segment->units) {
         return KVSTORE_ERR_SHAPE;
     }
-    found->rows = piece->units * piece->rows;
-    found->unit_bytes = row_bytes * piece->rows;
+    found->rows = segment->units * segment->rows;
+    found->unit_bytes = row_bytes * segment->rows;
     return KVSTORE_OK;
 }
 
-static int check_place(const struct measured *piece, const struct plane *part, int is_output) {
-    const struct plane *place = &piece->place;
-    if (place->data == NULL) {
+static int check_memory(const struct measured *segment, const struct plane *part, int is_output) {
+    const struct plane *memory = &segment->memory;
+    if (memory->data == NULL) {
         return KVSTORE_ERR_NULL;
     }
-    const int rows_overlap = piece->rows > 1 && magnitude_of(place->stride) < place->row_bytes;
-    if (span_of(place, piece->rows) == 0 || (is_output && rows_overlap)) {
+    const int rows_overlap = segment->rows > 1 && magnitude_of(memory->stride) < memory->row_bytes;
+    if (span_of(memory, segment->rows) == 0 || (is_output && rows_overlap)) {
         return KVSTORE_ERR_STRIDE;
     }
-    return disjoint(place, piece->rows, part, 1) ? KVSTORE_OK : KVSTORE_ERR_OVERLAP;
+    return disjoint(memory, segment->rows, part, 1) ? KVSTORE_OK : KVSTORE_ERR_OVERLAP;
 }
 
-/* Check a whole call, and find how many bytes its places take. Those that are written are apart. */
-static int check_pieces(const struct plane *part, const struct kvstore_piece *pieces, size_t count,
-                        int is_output, size_t *place_bytes) {
+/* Check a call, and compute the bytes of its segments. Written segments must not overlap. */
+static int check_segments(const struct plane *part, const struct kvstore_segment *segments,
+                          size_t count, int is_output, size_t *memory_bytes) {
     size_t part_bytes = 0;
-    *place_bytes = 0;
+    *memory_bytes = 0;
     for (size_t i = 0; i < count; i++) {
         struct measured one, other;
-        int code = measure(&pieces[i], &one);
+        int code = measure(&segments[i], &one);
         if (code != KVSTORE_OK) {
             return code;
         }
         if (one.rows == 0) {
             continue;
         }
-        if (one.unit_bytes * one.piece->units > part->row_bytes - part_bytes) {
+        if (one.unit_bytes * one.segment->units > part->row_bytes - part_bytes) {
             return KVSTORE_ERR_SHAPE;
         }
-        part_bytes += one.unit_bytes * one.piece->units;
-        code = check_place(&one, part, is_output);
+        part_bytes += one.unit_bytes * one.segment->units;
+        code = check_memory(&one, part, is_output);
         if (code != KVSTORE_OK) {
             return code;
         }
-        *place_bytes += one.rows * one.row.values; /* no overflow: all of it has addresses */
+        *memory_bytes += one.rows * one.row.values; /* no overflow: all rows have addresses */
         for (size_t j = 0; is_output && j < i; j++) {
-            measure(&pieces[j], &other);
-            if (other.rows > 0 && !disjoint(&one.place, one.rows, &other.place, other.rows)) {
+            measure(&segments[j], &other);
+            if (other.rows > 0 && !disjoint(&one.memory, one.rows, &other.memory, other.rows)) {
                 return KVSTORE_ERR_OVERLAP;
             }
         }
@@ -86,8 +86,8 @@ static int check_pieces(const struct plane *part, const struct kvstore_piece *pi
     return part_bytes == part->row_bytes ? KVSTORE_OK : KVSTORE_ERR_SHAPE;
 }
 
-/* Rows of `bytes` bytes. Not one memcpy a row: where a compiler knows that rows are short, it makes
- * of that what takes 20 ns a row. */
+/* Copy rows of `bytes` bytes. Not with a memcpy per row: for rows known to be short, compilers emit
+ * code that takes 20 ns a row. */
 static inline __attribute__((always_inline)) void
 copy_rows_of(uint8_t *target, ptrdiff_t target_stride, const uint8_t *source,
              ptrdiff_t source_stride, size_t rows, size_t bytes) {
@@ -130,25 +130,24 @@ static void copy_rows(uint8_t *target, ptrdiff_t target_stride, const uint8_t *s
 #undef ROWS_OF
 }
 
-/* How many runs of bytes a unit's rows are in their place, and how long one is: rows that follow
- * each other are one. */
-static size_t runs_of(const struct measured *piece, size_t *bytes) {
-    const size_t rows = piece->piece->rows;
-    *bytes = piece->row.values;
-    if (piece->place.stride != (ptrdiff_t)*bytes) {
+/* Number and length of the contiguous ranges that a unit's rows form in memory. */
+static size_t runs_of(const struct measured *segment, size_t *bytes) {
+    const size_t rows = segment->segment->rows;
+    *bytes = segment->row.values;
+    if (segment->memory.stride != (ptrdiff_t)*bytes) {
         return rows;
     }
     *bytes *= rows;
     return 1;
 }
 
-/* Copy the rows of a unit. Long ones are summed as they are written. Short ones are read into a
- * stage, summed there and handed out from there; either way each byte of the part is read once. */
-static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
+/* Copy the rows of a unit. Long rows are summed while they are written. Short rows are copied to
+ * the stage, summed there and copied from there; each byte of the part is read once. */
+static void copy_unit(struct xxh3 *sum, const struct measured *segment, const uint8_t *source,
                       uint8_t *target, int is_streamed) {
-    const ptrdiff_t stride = piece->place.stride;
+    const ptrdiff_t stride = segment->memory.stride;
     size_t bytes;
-    const size_t rows = runs_of(piece, &bytes);
+    const size_t rows = runs_of(segment, &bytes);
     if (bytes > SHORT_ROW) {
         for (size_t row = 0; row < rows; row++) {
             xxh3_update(sum, source + row * bytes, bytes, target + (ptrdiff_t)row * stride,
@@ -165,13 +164,13 @@ static void copy_unit(struct xxh3 *sum, const struct measured *piece, const uint
     }
 }
 
-/* Copy the rows of a unit to the part. Each byte is read once, and what is summed is what was
- * written: rows that somebody changes meanwhile cannot have a sum that their copy does not. */
-static void take_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
+/* Copy the rows of a unit to the part. Each byte is read once, and the written bytes are summed:
+ * the sum is that of the copy even if the rows change meanwhile. */
+static void take_unit(struct xxh3 *sum, const struct measured *segment, const uint8_t *source,
                       uint8_t *part) {
-    const ptrdiff_t stride = piece->place.stride;
+    const ptrdiff_t stride = segment->memory.stride;
     size_t bytes;
-    const size_t rows = runs_of(piece, &bytes);
+    const size_t rows = runs_of(segment, &bytes);
     if (bytes > SHORT_ROW) {
         for (size_t row = 0; row < rows; row++) {
             xxh3_update(sum, source + (ptrdiff_t)row * stride, bytes, part + row * bytes, 0);
@@ -187,14 +186,14 @@ static void take_unit(struct xxh3 *sum, const struct measured *piece, const uint
     }
 }
 
-/* Unpack the rows of a unit, and sum their codes while they are in the nearest cache; the scales,
- * which lie behind all codes, in the end. */
-static void unpack_unit(struct xxh3 *sum, const struct measured *piece, const uint8_t *source,
+/* Dequantize the rows of a unit, and sum their codes while they are in the first-level cache;
+ * sum the scales, which come after all codes, at the end. */
+static void unpack_unit(struct xxh3 *sum, const struct measured *segment, const uint8_t *source,
                         uint8_t *target, int is_streamed) {
-    const struct kvstore_codec *codec = piece->piece->codec;
-    const struct row_bytes *row = &piece->row;
-    const size_t values = piece->piece->row_values, rows = piece->piece->rows;
-    const ptrdiff_t stride = piece->place.stride;
+    const struct kvstore_codec *codec = segment->segment->codec;
+    const struct row_bytes *row = &segment->row;
+    const size_t values = segment->segment->row_values, rows = segment->segment->rows;
+    const ptrdiff_t stride = segment->memory.stride;
     const int is_joined = row->is_joinable && stride == (ptrdiff_t)row->values;
     const uint8_t *scales = source + rows * row->codes;
     const size_t step = row->codes < STEP ? STEP / row->codes : 1;
@@ -210,72 +209,73 @@ static void unpack_unit(struct xxh3 *sum, const struct measured *piece, const ui
     xxh3_update(sum, scales, rows * row->scales, NULL, 0);
 }
 
-/* Hand out pieces of equally many units, which take turns; return what lies behind them. */
-static const uint8_t *read_pieces(struct xxh3 *sum, const struct kvstore_piece *pieces,
-                                  size_t count, const uint8_t *part, int is_streamed) {
-    for (size_t unit = 0; unit < pieces->units; unit++) {
+/* Read interleaved segments with equal units; return the address after them. */
+static const uint8_t *read_segments(struct xxh3 *sum, const struct kvstore_segment *segments,
+                                    size_t count, const uint8_t *part, int is_streamed) {
+    for (size_t unit = 0; unit < segments->units; unit++) {
         for (size_t i = 0; i < count; i++) {
-            struct measured piece;
-            measure(&pieces[i], &piece);
-            if (piece.rows > 0) {
-                const ptrdiff_t row = (ptrdiff_t)(unit * pieces[i].rows);
-                (pieces[i].codec ? unpack_unit : copy_unit)(
-                    sum, &piece, part, (uint8_t *)pieces[i].place + row * piece.place.stride,
-                    is_streamed);
-                part += piece.unit_bytes;
+            struct measured segment;
+            measure(&segments[i], &segment);
+            if (segment.rows > 0) {
+                const ptrdiff_t row = (ptrdiff_t)(unit * segments[i].rows);
+                (segments[i].codec ? unpack_unit : copy_unit)(
+                    sum, &segment, part,
+                    (uint8_t *)segments[i].address + row * segment.memory.stride, is_streamed);
+                part += segment.unit_bytes;
             }
         }
     }
     return part;
 }
 
-/* Take pieces of equally many units in, which take turns; return where the part goes on. */
-static uint8_t *write_pieces(struct xxh3 *sum, const struct kvstore_piece *pieces, size_t count,
-                             uint8_t *part) {
-    for (size_t unit = 0; unit < pieces->units; unit++) {
+/* Write interleaved segments with equal units; return the address after them. */
+static uint8_t *write_segments(struct xxh3 *sum, const struct kvstore_segment *segments,
+                               size_t count, uint8_t *part) {
+    for (size_t unit = 0; unit < segments->units; unit++) {
         for (size_t i = 0; i < count; i++) {
-            struct measured piece;
-            measure(&pieces[i], &piece);
-            if (piece.rows > 0) {
-                const ptrdiff_t row = (ptrdiff_t)(unit * pieces[i].rows);
-                take_unit(sum, &piece, (const uint8_t *)pieces[i].place + row * piece.place.stride,
-                          part);
-                part += piece.unit_bytes;
+            struct measured segment;
+            measure(&segments[i], &segment);
+            if (segment.rows > 0) {
+                const ptrdiff_t row = (ptrdiff_t)(unit * segments[i].rows);
+                take_unit(sum, &segment,
+                          (const uint8_t *)segments[i].address + row * segment.memory.stride, part);
+                part += segment.unit_bytes;
             }
         }
     }
     return part;
 }
 
-/* Where the pieces end that take turns with the first one. */
-static size_t turns(const struct kvstore_piece *pieces, size_t first, size_t count) {
+/* End of the segments that are interleaved with the first. */
+static size_t turns(const struct kvstore_segment *segments, size_t first, size_t count) {
     size_t stop = first + 1;
-    while (stop < count && pieces[stop].units == pieces[first].units) {
+    while (stop < count && segments[stop].units == segments[first].units) {
         stop++;
     }
     return stop;
 }
 
-static int check_call(const uint8_t *part, size_t part_bytes, const struct kvstore_piece *pieces,
-                      size_t count, int level, int is_output, size_t *place_bytes) {
+static int check_call(const uint8_t *part, size_t part_bytes,
+                      const struct kvstore_segment *segments, size_t count, int level,
+                      int is_output, size_t *memory_bytes) {
     if (level < KVSTORE_LEVEL_PORTABLE || level > kvstore_level()) {
         return KVSTORE_ERR_LEVEL;
     }
-    if ((part == NULL && part_bytes > 0) || (pieces == NULL && count > 0)) {
+    if ((part == NULL && part_bytes > 0) || (segments == NULL && count > 0)) {
         return KVSTORE_ERR_NULL;
     }
     if (part_bytes > (size_t)PTRDIFF_MAX) {
         return KVSTORE_ERR_SHAPE;
     }
     const struct plane whole = {part, part_bytes, 0};
-    return check_pieces(&whole, pieces, count, is_output, place_bytes);
+    return check_segments(&whole, segments, count, is_output, memory_bytes);
 }
 
 int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
-                      const struct kvstore_piece *pieces, size_t count, int level,
+                      const struct kvstore_segment *segments, size_t count, int level,
                       size_t streamed_bytes) {
     size_t bytes;
-    const int code = check_call(part, part_bytes, pieces, count, level, 1, &bytes);
+    const int code = check_call(part, part_bytes, segments, count, level, 1, &bytes);
     if (code != KVSTORE_OK) {
         return code;
     }
@@ -283,31 +283,31 @@ int kvstore_read_part(const uint8_t *part, size_t part_bytes, uint64_t sum,
     struct xxh3 found;
     xxh3_begin(&found, part_bytes, level);
     for (size_t i = 0, stop; i < count; i = stop) {
-        stop = turns(pieces, i, count);
-        part = read_pieces(&found, pieces + i, stop - i, part, is_streamed);
+        stop = turns(segments, i, count);
+        part = read_segments(&found, segments + i, stop - i, part, is_streamed);
     }
     end_stream(is_streamed);
     return xxh3_end(&found) == sum ? KVSTORE_OK : KVSTORE_ERR_SUM;
 }
 
-int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_piece *pieces,
+int kvstore_write_part(uint8_t *part, size_t part_bytes, const struct kvstore_segment *segments,
                        size_t count, int level, uint64_t *sum) {
     size_t bytes;
     const int code =
-        sum ? check_call(part, part_bytes, pieces, count, level, 0, &bytes) : KVSTORE_ERR_NULL;
+        sum ? check_call(part, part_bytes, segments, count, level, 0, &bytes) : KVSTORE_ERR_NULL;
     if (code != KVSTORE_OK) {
         return code;
     }
     for (size_t i = 0; i < count; i++) {
-        if (pieces[i].codec != NULL) {
+        if (segments[i].codec != NULL) {
             return KVSTORE_ERR_FORMAT;
         }
     }
     struct xxh3 found;
     xxh3_begin(&found, part_bytes, level);
     for (size_t i = 0, stop; i < count; i = stop) {
-        stop = turns(pieces, i, count);
-        part = write_pieces(&found, pieces + i, stop - i, part);
+        stop = turns(segments, i, count);
+        part = write_segments(&found, segments + i, stop - i, part);
     }
     *sum = xxh3_end(&found);
     return KVSTORE_OK;

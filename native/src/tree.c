@@ -1,5 +1,5 @@
-/* Whether a tree of an LMDB file holds together, found out without LMDB. The layout is that of
- * LMDB 0.9: MDB_page, MDB_node, MDB_db and the lists of free pages. */
+/* Consistency check of a tree in an LMDB file, without LMDB. The layout is that of LMDB 0.9:
+ * MDB_page, MDB_node, MDB_db and the lists of free pages. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 
 #include "bytes.h"
@@ -46,7 +46,7 @@ static int read_bytes(const struct kvstore_tree_walk *walk, uint64_t at, void *t
     return count == (ssize_t)bytes ? KVSTORE_OK : count < 0 ? KVSTORE_TREE_READ : KVSTORE_TREE_CUT;
 }
 
-/* Mark pages as used; none may be so already. */
+/* Mark pages as used; a page that is used already is a fault. */
 static int use(struct kvstore_tree_walk *walk, uint64_t first, uint64_t count) {
     if (first < METAS || first >= walk->pages || count > walk->pages - first) {
         return KVSTORE_TREE_USE;
@@ -62,7 +62,7 @@ static int use(struct kvstore_tree_walk *walk, uint64_t first, uint64_t count) {
     return KVSTORE_OK;
 }
 
-/* Check the form of a page, so that every node lies inside it, and count them. */
+/* Check that every node is inside the page, and count the nodes. */
 static int check_form(struct kvstore_tree_level *level, int is_leaf) {
     const uint8_t *page = level->page;
     if (load_le16(page + 10) != (is_leaf ? IS_LEAF : IS_BRANCH)) {
@@ -88,7 +88,7 @@ static int check_form(struct kvstore_tree_level *level, int is_leaf) {
     return KVSTORE_OK;
 }
 
-/* Read a page that nothing else uses, and check its form. */
+/* Read an unused page, mark it as used, and check its form. */
 static int enter(struct kvstore_tree_walk *walk, uint64_t number, int is_leaf) {
     struct kvstore_tree_level *level = &walk->level;
     walk->page = number;
@@ -102,7 +102,7 @@ static int enter(struct kvstore_tree_walk *walk, uint64_t number, int is_leaf) {
     return fault == KVSTORE_OK ? check_form(level, is_leaf) : fault;
 }
 
-/* Go on to a key, if it follows the last one. Transactions are integers, and never 0. */
+/* Set the last key, which must ascend. Transactions are integers and never 0. */
 static int next_key(struct kvstore_tree_level *level, struct node node, int kind) {
     if (kind == KVSTORE_TREE_FREE) {
         const uint64_t last = level->key_bytes ? load_le64(level->key) : 0;
@@ -129,8 +129,8 @@ static int go_below(struct kvstore_tree_walk *walk, struct node node) {
     return KVSTORE_OK;
 }
 
-/* Check a free list of `bytes` bytes and use its pages. It lies in memory, or at a place of the
- * file if `held` is null. */
+/* Check a free list of `bytes` bytes and mark its pages as used. It is in memory, or at an
+ * offset of the file if `held` is null. */
 static int check_list(struct kvstore_tree_walk *walk, const uint8_t *held, uint64_t at,
                       uint64_t bytes) {
     if (bytes < WORD || bytes % WORD) {
@@ -215,7 +215,7 @@ int kvstore_check_level(struct kvstore_tree_walk *walk, const uint64_t *pages, s
         int fault = enter(walk, pages[i], is_leaf);
         for (size_t n = 0; fault == KVSTORE_OK && n < level->nodes; n++) {
             const struct node node = node_of(level, n);
-            /* The first key of a branch is whatever is less than its second. */
+            /* The first key of a branch is not stored: it is below the second. */
             if ((is_leaf || n > 0) && !next_key(level, node, kind)) {
                 return KVSTORE_TREE_ORDER;
             }
@@ -234,7 +234,7 @@ int kvstore_leaf_rows(struct kvstore_tree_level *level, const uint8_t *value, si
     if (level == NULL || value == NULL || rows == NULL || bytes == NULL) {
         return KVSTORE_ERR_NULL;
     }
-    /* Only the copy is looked at: what was checked does not change. */
+    /* Only the copy is used, so checked bytes cannot change. */
     memcpy(level->page, value - (uintptr_t)value % PAGE, PAGE);
     int fault = check_form(level, 1);
     if (fault != KVSTORE_OK) {
@@ -248,7 +248,7 @@ int kvstore_leaf_rows(struct kvstore_tree_level *level, const uint8_t *value, si
         }
         if (node.key_bytes == key_bytes && node.word == value_bytes && !node.flags) {
             const size_t size = key_bytes + value_bytes;
-            if (size > PAGE - done) { /* nodes lie in each other */
+            if (size > PAGE - done) { /* nodes overlap */
                 return KVSTORE_TREE_FORM;
             }
             memcpy(rows + done, node.key, size);

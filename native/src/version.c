@@ -1,3 +1,3 @@
 #include "kvstore_native.h"
 
-int kvstore_native_version(void) { return 5; }
+int kvstore_native_version(void) { return 6; }

@@ -1,8 +1,8 @@
 /* XXH3, 64 bits, with seed 0 and the default secret: the checksum of a part, docs/format.md,
  * section 4. Written from the specification in xxHash's doc/xxhash_spec.md. Private to native/src.
  *
- * The length of an input is known before its first byte. So no stripe has to wait for the news
- * whether another byte follows, and bytes that come in multiples of a stripe are never held back.
+ * The length of an input is known before its first byte, so no stripe waits for the next byte, and
+ * input in multiples of a stripe is never buffered.
  */
 #ifndef KVSTORE_XXH3_H
 #define KVSTORE_XXH3_H
@@ -13,15 +13,15 @@
 enum {
     XXH3_LANES = 8,
     XXH3_STRIPE = 64,
-    XXH3_SHORT = 240, /* up to here there are no stripes, but a formula for each range of lengths */
-    XXH3_BLOCK_STRIPES = 16 /* after so many the lanes are scrambled */
+    XXH3_SHORT = 240, /* shorter inputs have no stripes, but a formula for each range of lengths */
+    XXH3_BLOCK_STRIPES = 16 /* stripes after which the lanes are scrambled */
 };
 
-/* Mix whole stripes into the lanes; `first` is the number of the first one in the input.
+/* Mix whole stripes into the lanes; `first` is the number of the first stripe in the input.
  *
- * If target is not null, the stripes are copied there as well, past the cache if is_streamed. Each
- * byte of the data is read once then, and what is mixed is what was written: data that changes
- * meanwhile cannot have the sum of one state and hand out another. */
+ * If target is not null, the stripes are copied there as well, with non-temporal stores if
+ * is_streamed. Each byte of the data is read once, and the written bytes are mixed: the sum is that
+ * of the copy even if the data changes meanwhile. */
 typedef void xxh3_mix(uint64_t lanes[XXH3_LANES], const uint8_t *data, size_t stripes, size_t first,
                       uint8_t *target, int is_streamed);
 xxh3_mix xxh3_mix_portable;
@@ -33,11 +33,11 @@ xxh3_mix xxh3_mix_avx2;
 
 extern const uint8_t xxh3_secret[192];
 
-/* A sum in the making. */
+/* State of a checksum. */
 struct xxh3 {
     uint64_t lanes[XXH3_LANES];
     xxh3_mix *mix;
-    uint64_t total, seen; /* bytes of the input, and how many of them have come */
+    uint64_t total, seen; /* bytes of the input, and bytes added so far */
     uint64_t striped;     /* how many of them are mixed as whole stripes; at least one is not */
     /* The stripe that ends at `striped`, and then bytes that wait: for their stripe to be whole, or
      * behind `striped` for the end. The last stripe of an input ends with it and overlaps another.
@@ -53,7 +53,7 @@ void xxh3_begin(struct xxh3 *sum, uint64_t total, int level);
 void xxh3_update(struct xxh3 *sum, const uint8_t *data, size_t bytes, uint8_t *target,
                  int is_streamed);
 
-/* Return the sum, once all bytes have come. */
+/* Return the sum after all bytes were added. */
 uint64_t xxh3_end(const struct xxh3 *sum);
 
 #endif

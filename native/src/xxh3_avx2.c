@@ -11,15 +11,15 @@ enum { LANES_PER_VECTOR = 4, VECTORS = XXH3_LANES / LANES_PER_VECTOR, AHEAD = 20
 
 enum way { SUM, COPY, STREAM }; /* where stripes go besides the sum: nowhere, or to a target */
 
-INLINE __m256i load(const void *place) { return _mm256_loadu_si256((const __m256i *)place); }
+INLINE __m256i load(const void *address) { return _mm256_loadu_si256((const __m256i *)address); }
 
 INLINE void put(uint8_t *target, __m256i vector, enum way way) {
     if (way == COPY) {
         _mm256_storeu_si256((__m256i *)(void *)target, vector);
     } else if (way == STREAM) { /* by 16 bytes: targets are seldom aligned to more */
-        __m128i *place = (__m128i *)(void *)target;
-        _mm_stream_si128(place, _mm256_castsi256_si128(vector));
-        _mm_stream_si128(place + 1, _mm256_extracti128_si256(vector, 1));
+        __m128i *address = (__m128i *)(void *)target;
+        _mm_stream_si128(address, _mm256_castsi256_si128(vector));
+        _mm_stream_si128(address + 1, _mm256_extracti128_si256(vector, 1));
     }
 }
 

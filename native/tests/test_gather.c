@@ -38,10 +38,10 @@ static void any_pool(int dtype, int format, size_t blocks, size_t pages, size_t 
         for (size_t i = 0; i < rows; i++) {
             const size_t e = (size_t)index[i], slot = e % entries;
             const size_t at = is_paged ? (size_t)table[e / entries] : e / entries;
-            const unsigned char *place =
+            const unsigned char *address =
                 pool + (is_backwards ? pages - 1 - at : at) * page + slot * entry;
-            EXPECT(kvstore_unpack(codec, place, 0, place + code_bytes, 0, 1, values, expected, 0) ==
-                   KVSTORE_OK);
+            EXPECT(kvstore_unpack(codec, address, 0, address + code_bytes, 0, 1, values, expected,
+                                  0) == KVSTORE_OK);
             EXPECT(memcmp(found + i * row_bytes, expected, row_bytes) == 0);
         }
         index[rows - 1] = (int64_t)(known * entries);

@@ -31,12 +31,12 @@ static void copied(size_t units, size_t rows, size_t row, size_t gap, size_t str
     uint8_t *part = random_bytes(bytes);
     uint8_t *target = exactly(all * stride), *other = exactly(all * 3);
     memset(target, 0xA5, all * stride);
-    const struct kvstore_piece pieces[] = {
+    const struct kvstore_segment segments[] = {
         {NULL, units, rows, row, target, (ptrdiff_t)stride},
         {NULL, units, rows, 3, all > 0 ? other + (all - 1) * 3 : other, -3},
     };
     const uint64_t sum = sum_of(part, bytes, 0);
-    EXPECT(kvstore_read_part(part, bytes, sum, pieces, 2, test_level, streamed_bytes) ==
+    EXPECT(kvstore_read_part(part, bytes, sum, segments, 2, test_level, streamed_bytes) ==
            KVSTORE_OK);
     for (size_t i = 0; i < all; i++) {
         const uint8_t *unit = part + i / rows * rows * (row + 3);
@@ -46,7 +46,7 @@ static void copied(size_t units, size_t rows, size_t row, size_t gap, size_t str
             EXPECT(target[i * stride + j] == 0xA5);
         }
     }
-    EXPECT(kvstore_read_part(part, bytes, sum + 1, pieces, 2, test_level, streamed_bytes) ==
+    EXPECT(kvstore_read_part(part, bytes, sum + 1, segments, 2, test_level, streamed_bytes) ==
            KVSTORE_ERR_SUM);
     free(part);
     free(target);
@@ -62,8 +62,8 @@ static void unpacked(int format, int rule, size_t values, size_t codes, size_t s
         const size_t row = values * BYTES[dtype];
         uint8_t *target = exactly(UNITS * ROWS * row), *expected = exactly(ROWS * row);
         const struct kvstore_codec *codec = codec_of(dtype, format, rule, 1);
-        const struct kvstore_piece piece = {codec, UNITS, ROWS, values, target, (ptrdiff_t)row};
-        EXPECT(kvstore_read_part(part, bytes, sum_of(part, bytes, 0), &piece, 1, test_level,
+        const struct kvstore_segment segment = {codec, UNITS, ROWS, values, target, (ptrdiff_t)row};
+        EXPECT(kvstore_read_part(part, bytes, sum_of(part, bytes, 0), &segment, 1, test_level,
                                  dtype ? 0 : SIZE_MAX) == KVSTORE_OK);
         for (size_t i = 0; i < UNITS; i++) {
             EXPECT(kvstore_unpack(codec, part + i * unit, (ptrdiff_t)codes,
@@ -82,7 +82,7 @@ static void refused(void) {
     memset(target, 0xA5, sizeof target);
     const struct kvstore_codec *codec = codec_of(0, KVSTORE_NVFP4, KVSTORE_RULE_V41, 1);
     const struct {
-        struct kvstore_piece first, second;
+        struct kvstore_segment first, second;
         size_t part_bytes;
         int code;
     } cases[] = {
@@ -102,19 +102,20 @@ static void refused(void) {
         {{NULL, 1, 2, 8, part + 23, 8}, {NULL, 1, 1, 8, target, 0}, 24, KVSTORE_ERR_OVERLAP},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const struct kvstore_piece pieces[] = {cases[i].first, cases[i].second};
-        const int code = kvstore_read_part(part, cases[i].part_bytes, 0, pieces, 2, test_level, 0);
+        const struct kvstore_segment segments[] = {cases[i].first, cases[i].second};
+        const int code =
+            kvstore_read_part(part, cases[i].part_bytes, 0, segments, 2, test_level, 0);
         if (code != cases[i].code) {
             fprintf(stderr, "case %zu returned %d\n", i, code);
             exit(1);
         }
     }
-    const struct kvstore_piece piece = {NULL, 1, 1, 8, target, 8};
-    EXPECT(kvstore_read_part(NULL, 8, 0, &piece, 1, test_level, 0) == KVSTORE_ERR_NULL);
+    const struct kvstore_segment segment = {NULL, 1, 1, 8, target, 8};
+    EXPECT(kvstore_read_part(NULL, 8, 0, &segment, 1, test_level, 0) == KVSTORE_ERR_NULL);
     EXPECT(kvstore_read_part(part, 8, 0, NULL, 1, test_level, 0) == KVSTORE_ERR_NULL);
-    EXPECT(kvstore_read_part(part, 8, 0, &piece, 1, -1, 0) == KVSTORE_ERR_LEVEL);
-    EXPECT(kvstore_read_part(part, 8, 0, &piece, 1, kvstore_level() + 1, 0) == KVSTORE_ERR_LEVEL);
-    EXPECT(kvstore_read_part(part, SIZE_MAX, 0, &piece, 1, test_level, 0) == KVSTORE_ERR_SHAPE);
+    EXPECT(kvstore_read_part(part, 8, 0, &segment, 1, -1, 0) == KVSTORE_ERR_LEVEL);
+    EXPECT(kvstore_read_part(part, 8, 0, &segment, 1, kvstore_level() + 1, 0) == KVSTORE_ERR_LEVEL);
+    EXPECT(kvstore_read_part(part, SIZE_MAX, 0, &segment, 1, test_level, 0) == KVSTORE_ERR_SHAPE);
     EXPECT(kvstore_read_part(NULL, 0, sum_of(NULL, 0, 0), NULL, 0, test_level, 0) == KVSTORE_OK);
     uint64_t sum = 7;
     EXPECT(kvstore_xxh3_64(part, 1, -1, &sum) == KVSTORE_ERR_LEVEL);

@@ -105,7 +105,7 @@ static struct {
     struct kvstore_tree named;
 } found;
 
-/* Look at one level; every place has exactly the room that is stated. */
+/* Look at one level; every address has exactly the room that is stated. */
 static int look(const struct file *file, struct kvstore_tree_walk *walk, uint64_t page,
                 size_t count, int kind, int is_leaf) {
     uint64_t *pages = exactly(count * sizeof *pages);
@@ -206,9 +206,9 @@ static void any_bytes(struct file *file, struct kvstore_tree_walk *walk) {
         const uint32_t changes = random_bits() % 6;
         for (uint32_t i = 0; i < changes; i++) {
             uint8_t *page = page_at(file, 2 + random_bits() % 10);
-            const size_t places[] = {random_bits() % 32, PAGE - 1 - random_bits() % 200,
+            const size_t addresses[] = {random_bits() % 32, PAGE - 1 - random_bits() % 200,
                                      random_bits() % PAGE};
-            page[places[random_bits() % 3]] = (uint8_t)(random_bits() >> random_bits() % 8);
+            page[addresses[random_bits() % 3]] = (uint8_t)(random_bits() >> random_bits() % 8);
         }
         write_file(file);
         for (int kind = KVSTORE_TREE_VALUES; kind <= KVSTORE_TREE_FREE; kind++) {

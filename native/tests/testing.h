@@ -52,16 +52,16 @@ static inline int unpack_rule(int format) {
 static inline struct kvstore_codec *codec_of(int dtype, int format, int rule, float global_scale) {
     static struct kvstore_codec *kept[LEVELS][3][4][6];
     static struct kvstore_codec *last;
-    struct kvstore_codec **place =
+    struct kvstore_codec **address =
         global_scale == 1 ? &kept[test_level][dtype][format][rule] : &last;
-    if (*place == NULL || place == &last) {
-        free(*place);
-        *place = aligned_alloc(64, (kvstore_codec_bytes() + 63) / 64 * 64);
-        EXPECT(*place != NULL);
-        EXPECT(kvstore_codec_prepare(*place, dtype, format, rule, global_scale, test_level,
+    if (*address == NULL || address == &last) {
+        free(*address);
+        *address = aligned_alloc(64, (kvstore_codec_bytes() + 63) / 64 * 64);
+        EXPECT(*address != NULL);
+        EXPECT(kvstore_codec_prepare(*address, dtype, format, rule, global_scale, test_level,
                                      (size_t)1 << 10) == KVSTORE_OK);
     }
-    return *place;
+    return *address;
 }
 
 #endif

@@ -30,7 +30,8 @@ from kvstore.admin import inspect as admin
 from kvstore.blocks import keys as keys_module
 from kvstore.blocks.keyed import KeyedBlocks
 from kvstore.blocks.keys import keys_root, named
-from kvstore.frame.format import FrameFormat, Header
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import Header
 from kvstore.store.opening import format_text
 from tests.stores import open_cache
 

@@ -41,8 +41,8 @@ def by_block(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every layer a wave of its own."""
-    monkeypatch.setattr("kvstore.frame.format.WAVE_BYTES", 1)
-    monkeypatch.setattr("kvstore.frame.format.WAVE_BLOCK_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.geometry.WAVE_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.geometry.WAVE_BLOCK_BYTES", 1)
 
 
 def kept(cache: PrefixCache, layout: Layout = DENSE, blocks: int = BLOCKS) -> Any:
@@ -81,7 +81,7 @@ def damage(cache: PrefixCache, tokens: Any, number: int, layer: int | None = Non
     assert isinstance(form, FrameFormat)
     frame = tier.frame(cache.probe(tokens).prefix.key(number))
     assert frame is not None
-    inside = 40 if layer is None else form.part_bounds[list(form._members).index(layer)][0] + 5
+    inside = 40 if layer is None else form.part_bounds[list(form.members).index(layer)][0] + 5
     with (tier.path / "data.mdb").open("r+b") as file:
         at = (data := file.read()).find(frame)
         assert at > 0

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore import ConfigError, LayerGroup, fp4
-from kvstore.codec import codec_for, fp8, native, torch_decode
+from kvstore.codec import codec_for, native, torch_decode
 from kvstore.codec.protocol import Codec
 from kvstore.layout import FORMATS, SCALE_RULES, EntryFormat
 from kvstore.layout import layout as model_layout
+from tests import fp8
 
 RAW = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "u8": "uint8"}
 RULES = [(name, rule) for name, rules in SCALE_RULES.items() for rule in rules]

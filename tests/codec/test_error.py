@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.codec import native, packed
+from kvstore.codec import native, quantized
 from kvstore.layout import SCALE_RULES
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -18,19 +18,19 @@ every_kind = pytest.mark.parametrize("dtype", DTYPES)
 every_format = pytest.mark.parametrize("entry_format", FORMATS)
 
 
-def kernel(entry_format: str) -> packed.Kernel:
-    return packed.Kernel(entry_format, SCALE_RULES[entry_format][0])
+def kernel(entry_format: str) -> quantized.Kernel:
+    return quantized.Kernel(entry_format, SCALE_RULES[entry_format][0])
 
 
-def measured(values: NDArray[np.generic], entry_format: str) -> packed.PackStats:
-    stats = packed.PackStats(is_measured=True)
-    packed.pack(values, kernel(entry_format), stats=stats)
+def measured(values: NDArray[np.generic], entry_format: str) -> quantized.PackStats:
+    stats = quantized.PackStats(is_measured=True)
+    quantized.pack(values, kernel(entry_format), stats=stats)
     return stats
 
 
 def expected(values: NDArray[np.generic], entry_format: str, dtype: str) -> tuple[float, float]:
-    codes, scales = packed.pack(values, kernel(entry_format))
-    unpacked = packed.unpack(codes, scales, kernel(entry_format), dtype=dtype)
+    codes, scales = quantized.pack(values, kernel(entry_format))
+    unpacked = quantized.unpack(codes, scales, kernel(entry_format), dtype=dtype)
     wide = values.astype(np.float64)
     return float(np.square(unpacked.astype(np.float64) - wide).sum()), float(np.square(wide).sum())
 
@@ -90,9 +90,9 @@ def test_zeros_and_nothing_lose_nothing(entry_format: str) -> None:
 def test_measuring_changes_no_byte_and_no_count(entry_format: str) -> None:
     values = np.random.default_rng(3).standard_normal((7, 4704)).astype(np.float32)
     values[2, 33], values[5, 4700] = np.nan, np.inf
-    plain, stats = packed.PackStats(), packed.PackStats(is_measured=True)
-    before = packed.pack(values, kernel(entry_format), stats=plain)
-    after = packed.pack(values, kernel(entry_format), stats=stats)
+    plain, stats = quantized.PackStats(), quantized.PackStats(is_measured=True)
+    before = quantized.pack(values, kernel(entry_format), stats=plain)
+    after = quantized.pack(values, kernel(entry_format), stats=stats)
     assert [plane.tobytes() for plane in before] == [plane.tobytes() for plane in after]
     assert (plain.nan_blocks, plain.inf_values) == (stats.nan_blocks, stats.inf_values) == (1, 1)
     assert plain.squared_values == 0

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import native, numpy_reference, packed
+from kvstore.codec import native, quantized
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests import numpy_fp4
 from tests.strided import REDZONE, place, rest_of, strided
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -133,17 +134,17 @@ def test_any_shape_and_stride_gives_the_bytes_of_the_reference_and_no_other(
 
     result = fp4.pack(values, entry_format, scale_rule=scale_rule, out=(out[0], out[1]))
 
-    expected = numpy_reference.pack(plain.astype(np.float32), entry_format, scale_rule)
+    expected = numpy_fp4.pack(plain.astype(np.float32), entry_format, scale_rule)
     assert result[0] is out[0]
-    assert np.array_equal(out[0], expected.nibbles)
+    assert np.array_equal(out[0], expected.codes)
     assert np.array_equal(out[1], expected.scales)
     for buffer, view in zip(buffers, out, strict=True):
         assert (rest_of(buffer, view) == REDZONE).all()
 
     target_buffer, target = place(shape, dtype, data.draw(strided(shape, itemsize)))
     assert fp4.unpack(out[0], out[1], entry_format, dtype=dtype, out=target) is target
-    exact = numpy_reference.unpack(expected.nibbles, expected.scales, entry_format)
-    bits = numpy_reference.narrow(exact, np.dtype(dtype).name)
+    exact = numpy_fp4.unpack(expected.codes, expected.scales, entry_format)
+    bits = numpy_fp4.narrow(exact, np.dtype(dtype).name)
     assert np.ascontiguousarray(target).tobytes() == bits.tobytes()
     assert (rest_of(target_buffer, target) == REDZONE).all()
 
@@ -421,29 +422,29 @@ def test_results_move_to_the_device_or_into_out() -> None:
     expected = fp4.pack(values, "nvfp4")
     cpu = torch.device("cpu")
     names = ("out nibbles", "out scales")
-    moved = packed._to_device(expected, cpu, None, names)
+    moved = quantized._to_device(expected, cpu, None, names)
     assert all(map(torch.equal, moved, expected))
     out = (torch.zeros(3, 16, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8))
-    assert packed._to_device(expected, cpu, out, names)[0] is out[0]
+    assert quantized._to_device(expected, cpu, out, names)[0] is out[0]
     assert all(map(torch.equal, out, expected))
     with pytest.raises(ValueError, match="out scales must have shape, dtype and device"):
-        packed._to_device(expected, cpu, (out[0], out[0]), names)
+        quantized._to_device(expected, cpu, (out[0], out[0]), names)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_device_decoding_checks_and_fills_out(dtype: str) -> None:
     planes = fp4.pack(torch.from_numpy(random_values((2, 3, 64))), "mxfp4")
     expected = fp4.unpack(*planes, "mxfp4", dtype=dtype)
-    kernel = packed.Kernel("mxfp4", "floor")
-    found = packed._unpack_remote(planes, kernel, dtype, None)
+    kernel = quantized.Kernel("mxfp4", "floor")
+    found = quantized._unpack_remote(planes, kernel, dtype, None)
     assert torch.equal(found, expected)
     out = torch.empty_like(expected)
-    assert packed._unpack_remote(planes, kernel, dtype, out) is out
+    assert quantized._unpack_remote(planes, kernel, dtype, out) is out
     assert torch.equal(out, expected)
     with pytest.raises(ValueError, match="out must have shape, dtype and device"):
-        packed._unpack_remote(planes, kernel, dtype, out[:1])
+        quantized._unpack_remote(planes, kernel, dtype, out[:1])
     with pytest.raises(ValueError, match="scales must have shape, dtype and device"):
-        packed._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
+        quantized._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
 
 
 def test_a_device_out_is_refused_for_host_values() -> None:

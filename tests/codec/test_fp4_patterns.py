@@ -16,8 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import native, numpy_reference
+from kvstore.codec import native
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests import numpy_fp4
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -49,9 +50,9 @@ def assert_packs_as_the_reference(
         nibbles, scales = fp4.pack(
             values, entry_format, scale_rule=rule, global_scale=global_scale, stats=stats
         )
-        expected = numpy_reference.pack(wide, entry_format, rule, global_scale)
+        expected = numpy_fp4.pack(wide, entry_format, rule, global_scale)
         assert np.array_equal(scales, expected.scales)
-        assert np.array_equal(nibbles, expected.nibbles)
+        assert np.array_equal(nibbles, expected.codes)
         assert stats == fp4.PackStats(expected.nan_blocks, expected.inf_values)
 
 
@@ -110,7 +111,7 @@ def test_every_pattern_in_random_company(
 def test_float32_near_every_threshold_under_every_scale(entry_format: str, rule: str) -> None:
     block = FORMATS[entry_format].scale_block
     codes = np.arange(0xFF if entry_format == "mxfp4" else 0x7F).astype(np.uint8)
-    scales = numpy_reference.scale_value(codes, entry_format)
+    scales = numpy_fp4.scale_value(codes, entry_format)
     # Magnitudes on and beside the midpoints, in both signs, then the largest.
     midpoints = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1.5, 3.0])
     for largest in (6.0, 5.5, 4.5, 7.0):
@@ -212,8 +213,8 @@ def test_every_scale_byte_times_every_nibble_is_the_exact_product_rounded_once(
     expected = [list(expected_bits(entry_format, byte, dtype, g)) for byte in range(256)]
     assert np.array_equal(out.view(BITS[dtype])[:, :16], np.array(expected, BITS[dtype]))
     assert np.array_equal(out.view(BITS[dtype])[:, 16:], out.view(BITS[dtype])[:, : block - 16])
-    reference = numpy_reference.unpack(np.tile(row, (256, 1)), scales, entry_format, global_scale)
-    assert np.array_equal(numpy_reference.narrow(reference, dtype), out.view(BITS[dtype]))
+    reference = numpy_fp4.unpack(np.tile(row, (256, 1)), scales, entry_format, global_scale)
+    assert np.array_equal(numpy_fp4.narrow(reference, dtype), out.view(BITS[dtype]))
 
 
 @pytest.mark.parametrize(("entry_format", "rule"), [r for r in RULES if r[1] != "rceil"])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.codec import numpy_reference
 from kvstore.layout import SCALE_RULES
+from tests import numpy_fp4
 
 Numbers = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ def nearest(numbers: Numbers, table: Numbers) -> NDArray[np.int64]:
 @every_dtype
 def test_v41_takes_the_scale_that_is_nearest_to_a_sixth_of_amax(dtype: type[np.generic]) -> None:
     amax = magnitudes(dtype)
-    found = numpy_reference.nvfp4_scale(amax, "v41", np.float32(1))
+    found = numpy_fp4.nvfp4_scale(amax, "v41", np.float32(1))
     least = np.maximum(amax.astype(np.float64), 6 * 2.0**-9)
     assert np.array_equal(found, nearest(least, 6 * E4M3))
 
@@ -58,7 +58,7 @@ def test_mx_rules_take_the_power_that_they_are_defined_by(
         expected = (wide > 6 * POWERS).sum(axis=1)
     else:  # the largest scale of which four, or three and a half, do not exceed it
         expected = (wide >= (4 if rule == "floor" else 3.5) * POWERS).sum(axis=1) - 1
-    found = numpy_reference.mxfp4_scale(amax, rule)
+    found = numpy_fp4.mxfp4_scale(amax, rule)
     assert np.array_equal(found, np.maximum(expected, 0))
 
 
@@ -73,12 +73,12 @@ def test_mx_rules_take_the_power_that_they_are_defined_by(
 def test_an_element_is_the_nearest_multiple_of_its_scale(
     entry_format: str, rule: str, largest: float, dtype: type[np.generic]
 ) -> None:
-    block = numpy_reference.BLOCK[entry_format]
+    block = numpy_fp4.BLOCK[entry_format]
     numbers = magnitudes(dtype)
     numbers = numbers[numbers <= largest]
     blocks = np.full((len(numbers), block), np.float32(largest))
     blocks[:, 1] = numbers
-    packed = numpy_reference.pack(blocks, entry_format, rule)
-    scale = numpy_reference.scale_value(packed.scales, entry_format)[0, 0]
+    packed = numpy_fp4.pack(blocks, entry_format, rule)
+    scale = numpy_fp4.scale_value(packed.scales, entry_format)[0, 0]
     assert scale == largest / 6
-    assert np.array_equal(packed.nibbles[:, 0] >> 4, nearest(numbers.astype(float), scale * E2M1))
+    assert np.array_equal(packed.codes[:, 0] >> 4, nearest(numbers.astype(float), scale * E2M1))

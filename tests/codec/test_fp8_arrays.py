@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import LayerGroup
-from kvstore.codec import codec_for, fp8, native, numpy_reference, packed, torch_decode
-from kvstore.codec import numpy_reference_fp8 as reference
+from kvstore.codec import codec_for, native, quantized, torch_decode
 from kvstore.layout import FORMATS, SCALE_RULES
+from tests import fp8, numpy_fp4
+from tests import numpy_fp8 as reference
 from tests.strided import REDZONE, place, rest_of, strided
 
 UNITS = {"mxfp8": 32, "fp8": 1}
@@ -70,9 +71,11 @@ def test_the_default_rule_is_the_first_of_its_format(entry_format: str) -> None:
 
 def test_importing_fp8_loads_neither_torch_nor_ml_dtypes() -> None:
     script = (
-        "import sys, numpy as np, kvstore.codec.fp8 as fp8\n"
-        "packed = fp8.pack(np.ones((2, 32), np.float32), 'fp8')\n"
-        "fp8.unpack(*packed, 'fp8', dtype='float32')\n"
+        "import sys, numpy as np\n"
+        "from kvstore.codec import quantized\n"
+        "kernel = quantized.Kernel('fp8', 'amax')\n"
+        "planes = quantized.pack(np.ones((2, 32), np.float32), kernel)\n"
+        "quantized.unpack(*planes, kernel, dtype='float32')\n"
         "assert not {'torch', 'ml_dtypes'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -135,7 +138,7 @@ def test_any_shape_and_stride_gives_the_bytes_of_the_reference_and_no_other(
     target_buffer, target = place(shape, dtype, data.draw(strided(shape, itemsize)))
     assert fp8.unpack(out[0], out[1], entry_format, dtype=dtype, out=target) is target
     exact = reference.unpack(expected.codes, expected.scales, entry_format)
-    bits = numpy_reference.narrow(exact, np.dtype(dtype).name)
+    bits = numpy_fp4.narrow(exact, np.dtype(dtype).name)
     assert np.ascontiguousarray(target).tobytes() == bits.tobytes()
     assert (rest_of(target_buffer, target) == REDZONE).all()
 
@@ -155,7 +158,7 @@ def test_any_floats_pack_and_unpack_as_the_reference(
     expected = reference.pack(values, entry_format)
     planes = np.concatenate([expected.codes, expected.scales], axis=-1)
     exact = reference.unpack(expected.codes, expected.scales, entry_format)
-    bits = numpy_reference.narrow(exact, target).tobytes()
+    bits = numpy_fp4.narrow(exact, target).tobytes()
     if kind == "array":
         entries = codec.encode(values)
         assert entries.tobytes() == planes.tobytes()
@@ -433,17 +436,17 @@ def test_device_decoding_gives_the_bits_of_the_kernels(
     entries = torch.cat(fp8.pack(values, entry_format), dim=-1).to(device)
     planes = entries[..., :64], entries[..., 64:]
     expected = fp8.unpack(planes[0].cpu(), planes[1].cpu(), entry_format, dtype=dtype)
-    kernel = packed.Kernel(entry_format, SCALE_RULES[entry_format][0])
-    found = packed._unpack_remote(planes, kernel, dtype, None)
+    kernel = quantized.Kernel(entry_format, SCALE_RULES[entry_format][0])
+    found = quantized._unpack_remote(planes, kernel, dtype, None)
     assert found.device.type == device
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
     out = torch.empty_like(found)
-    assert packed._unpack_remote(planes, kernel, dtype, out) is out
+    assert quantized._unpack_remote(planes, kernel, dtype, out) is out
     assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
     with pytest.raises(ValueError, match="out must have shape, dtype and device"):
-        packed._unpack_remote(planes, kernel, dtype, out[:1])
+        quantized._unpack_remote(planes, kernel, dtype, out[:1])
     with pytest.raises(ValueError, match="scales must have shape, dtype and device"):
-        packed._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
+        quantized._unpack_remote((planes[0], planes[1].int()), kernel, dtype, None)
 
 
 @every_format

@@ -12,8 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvstore.codec import fp8, native, numpy_reference, torch_decode
-from kvstore.codec import numpy_reference_fp8 as reference
+from kvstore.codec import native, torch_decode
+from tests import fp8, numpy_fp4
+from tests import numpy_fp8 as reference
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FORMATS = [*native.FP8_FORMATS]
@@ -216,7 +217,7 @@ def assert_unpacks_exactly(
     fp8.unpack(codes, scales, entry_format, dtype=target, out=out)
     assert np.array_equal(out.view(BITS[target]), expected)
     exact = reference.unpack(codes, scales, entry_format)
-    assert np.array_equal(numpy_reference.narrow(exact, target), expected)
+    assert np.array_equal(numpy_fp4.narrow(exact, target), expected)
     by_torch = torch_decode.unpack_fp8(
         torch.from_numpy(codes), torch.from_numpy(scales), entry_format, target
     )

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.codec import fp8, native
-from kvstore.codec import numpy_reference_fp8 as reference
+from kvstore.codec import native
+from tests import fp8
+from tests import numpy_fp8 as reference
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "fp8.json").read_text())
 TINY = 2.0**-149

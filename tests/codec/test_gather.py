@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore import fp4
-from kvstore.codec import native, packed
+from kvstore.codec import native, quantized
 from kvstore.layout import FORMATS
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -103,7 +103,7 @@ def test_on_a_device_the_same_rows_are_taken(monkeypatch: pytest.MonkeyPatch) ->
     index, pages = torch.tensor([1, 6, 6, 0]), torch.tensor([2, 1])
     expected = fp4.gather(codes, scales, index, "nvfp4", pages=pages, dtype="float32")
     rows = fp4.gather(codes[0], scales[0], index % 4, "nvfp4", dtype="float32")
-    monkeypatch.setattr(packed, "is_remote", lambda array: True)
+    monkeypatch.setattr(quantized, "is_remote", lambda array: True)
     found = fp4.gather(codes, scales, index, "nvfp4", pages=pages, dtype="float32")
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
     found = fp4.gather(codes[0], scales[0], index % 4, "nvfp4", dtype="float32")

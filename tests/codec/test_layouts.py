@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore import fp4
 from kvstore.codec import native
-from kvstore.frame.format import FrameFormat, Header
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash
 from kvstore.layout import FORMATS, SCALE_RULES
 from tests.builders import random_entries, random_tokens

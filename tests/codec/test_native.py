@@ -33,7 +33,7 @@ class Call:
         self.numbers = {"rows": 3, "row_values": 64}
         self.codec = prepared("nvfp4", "v41")
 
-    def pack(self) -> native.Met:
+    def pack(self) -> native.PackResult:
         return self.codec.pack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
 
     def unpack(self) -> None:
@@ -46,7 +46,7 @@ def prepared(entry_format: str, rule: str, global_scale: float = 1.0) -> native.
 
 def test_a_valid_call_writes_its_rows_and_no_more() -> None:
     call = Call()
-    assert call.pack() == native.Met(0, 0, 0.0, 0.0)
+    assert call.pack() == native.PackResult(0, 0, 0.0, 0.0)
     assert (call.memory[:, 36:] == REDZONE).all()
     assert (call.memory[:, :32] == 0x77).all()
     call.values[:] = 0
@@ -206,7 +206,7 @@ class Fp8Call:
         self.numbers = {"rows": 3, "row_values": 64}
         self.codec = prepared(entry_format, SCALE_RULES[entry_format][0])
 
-    def pack(self) -> native.Met:
+    def pack(self) -> native.PackResult:
         return self.codec.pack(**self.planes, **self.numbers)  # type: ignore[arg-type]  # named, both
 
     def unpack(self) -> None:
@@ -216,7 +216,7 @@ class Fp8Call:
 @pytest.mark.parametrize(("entry_format", "scale_bytes"), [("mxfp8", 2), ("fp8", 4)])
 def test_a_valid_fp8_call_writes_its_rows_and_no_more(entry_format: str, scale_bytes: int) -> None:
     call = Fp8Call(entry_format)
-    assert call.pack() == native.Met(0, 0, 0.0, 0.0)
+    assert call.pack() == native.PackResult(0, 0, 0.0, 0.0)
     assert (call.memory[:, 64 + scale_bytes :] == REDZONE).all()
     assert (call.memory[:, :64] == {"mxfp8": 0x78, "fp8": 0x7E}[entry_format]).all()
     call.values[:] = 0

@@ -206,7 +206,7 @@ def test_what_is_unpacked_is_what_unpack_unpacks(entry_format: str, dtype: str, 
 def test_a_part_outside_memory_or_table_is_refused(part: tuple[int, int, int, int]) -> None:
     memory, target = np.zeros(24, np.uint8), np.full(24, GUARD, np.uint8)
     table = np.array([(0, 1, 1, 8, target.ctypes.data, 8)], np.int64)
-    with pytest.raises(ValueError, match="lies outside 24 bytes or 1 pieces"):
+    with pytest.raises(ValueError, match="lies outside 24 bytes or 1 segments"):
         native.read_parts(memory, [native.Part(*part)], [0], table)
     assert (target == GUARD).all()
 

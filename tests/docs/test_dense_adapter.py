@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.cache import Scope
-from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.tier import Put
 
 ROOT = Path(__file__).parents[2]

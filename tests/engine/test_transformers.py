@@ -26,7 +26,8 @@ from kvstore.engine.transformers import (
     open_adapter,
 )
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.tier import Put
 from tests.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
 

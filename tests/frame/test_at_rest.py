@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from kvstore import ConfigError, LayerGroup, Layout, LayoutMismatch, PrefixCache, Stored
 from kvstore.cli.main import main
-from kvstore.codec import packed
-from kvstore.frame.at_rest import Packing, PackingFormat, frames_of, packed_layout
-from kvstore.frame.format import FrameFormat, Header
+from kvstore.codec import quantized
+from kvstore.frame.at_rest import AtRestFormat, Packing, frames_of, quantized_layout
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.store.metrics import error_bucket
 from kvstore.tier.ssd.records import Record
@@ -71,9 +72,9 @@ def as_packed(entries: Entries) -> Entries:
     """What packing and unpacking leaves of entries."""
     found = {}
     for name, entry_format in FORMATS.items():
-        kernel = packed.Kernel(entry_format, {"nvfp4": "v41", "mxfp4": "floor"}[entry_format])
-        planes = packed.pack(entries[name].view(ml_dtypes.bfloat16), kernel)
-        found[name] = packed.unpack(*planes, kernel, dtype="bfloat16").view(np.uint8)
+        kernel = quantized.Kernel(entry_format, {"nvfp4": "v41", "mxfp4": "floor"}[entry_format])
+        planes = quantized.pack(entries[name].view(ml_dtypes.bfloat16), kernel)
+        found[name] = quantized.unpack(*planes, kernel, dtype="bfloat16").view(np.uint8)
     return found
 
 
@@ -240,8 +241,8 @@ def test_a_store_is_packed_in_one_way_for_good(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"ssd_formats": {"q": "nvfp4"}}, "group 'q', expected some of k, v"),
-        ({"ssd_formats": {"k": "bf16"}}, "'k' cannot be packed as 'bf16', expected one of nvfp4"),
-        ({"ssd_formats": {"k": "zip"}}, "'k' cannot be packed as 'zip', expected .*, zstd"),
+        ({"ssd_formats": {"k": "bf16"}}, "'k' cannot be stored as 'bf16', expected one of nvfp4"),
+        ({"ssd_formats": {"k": "zip"}}, "'k' cannot be stored as 'zip', expected .*, zstd"),
         ({"error_budget": -0.1}, "at least 0, found -0.1"),
         ({"error_budget": math.nan}, "at least 0, found nan"),
         ({"error_budget": "much"}, "at least 0, found 'much'"),
@@ -261,19 +262,19 @@ def test_options_that_cannot_work_are_named(
 
 def test_one_name_packs_every_group(tmp_path: Path) -> None:
     with open_packed(tmp_path / "s", ssd_formats="fp8") as cache:
-        assert isinstance(owned(cache)._format, PackingFormat)
-    layout = packed_layout(DENSE, {"k": "fp8", "v": "fp8"})
+        assert isinstance(owned(cache)._format, AtRestFormat)
+    layout = quantized_layout(DENSE, {"k": "fp8", "v": "fp8"})
     assert [g.entry_format for g in layout.groups] == ["fp8", "fp8"]
 
 
 def test_what_an_engine_packed_is_not_packed_again() -> None:
     group = LayerGroup(name="k", layers=(0,), values=64, entry_format="nvfp4")
     with pytest.raises(ConfigError, match="is cached as nvfp4, expected f32, f16 or bf16"):
-        packed_layout(Layout(model="m", groups=(group,)), {"k": "mxfp4"})
+        quantized_layout(Layout(model="m", groups=(group,)), {"k": "mxfp4"})
 
 
 def test_a_flipped_flag_is_a_bad_head() -> None:
-    frames = PackingFormat(DENSE, BLOCK, Packing(FORMATS, 0.2))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(FORMATS, 0.2))
     tokens = tokens_of(BLOCK)
     frame = frames.encode(HEADER, tokens, frames.entries_source(numbers(blocks=1)), 0)
     assert frames.form_of(frame).is_packed
@@ -296,7 +297,7 @@ def test_a_flipped_flag_is_a_bad_head() -> None:
     )
     # Nor does a plain store take a packed frame for its own.
     frame[6] ^= 2
-    plain = FrameFormat(packed_layout(DENSE, FORMATS), BLOCK)
+    plain = FrameFormat(quantized_layout(DENSE, FORMATS), BLOCK)
     assert plain.header(memoryview(frame)) is None
 
 

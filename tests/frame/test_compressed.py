@@ -25,8 +25,9 @@ from kvstore.admin import upkeep as upkeep_of
 from kvstore.admin.archive import export_store, import_store
 from kvstore.cli.main import main
 from kvstore.codec import native
-from kvstore.frame.at_rest import CompressedFormat, Packing, PackingFormat
-from kvstore.frame.format import FrameFormat, Frames, Header
+from kvstore.frame.at_rest import AtRestFormat, CompressedFormat, Packing
+from kvstore.frame.format import FrameFormat, Frames
+from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.store.integrity import frame_fault
 from tests.stores import DENSE, NAMESPACE, owned, tokens_of
@@ -161,7 +162,7 @@ def test_every_bit_comes_back(
     drawn: tuple[Layout, dict[str, str]], block: int, content: str, seed: int
 ) -> None:
     layout, formats = drawn
-    frames = PackingFormat(layout, block, Packing(formats))
+    frames = AtRestFormat(layout, block, Packing(formats))
     entries, tokens = filled(layout, frames, content, seed), tokens_of(block, seed)
     frame = encoded(frames, entries, tokens)
     found = decoded(frames, frame, tokens)
@@ -183,7 +184,7 @@ def test_every_bit_comes_back(
 
 
 def test_what_is_left_is_what_the_entropy_of_the_exponents_says() -> None:
-    frames = PackingFormat(DENSE, BLOCK, Packing(ZSTD))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(ZSTD))
     entries = numbers(blocks=1)
     frame = encoded(frames, entries, tokens_of(BLOCK))
     tops = np.concatenate([array.reshape(-1)[1::2] for array in entries.values()])
@@ -195,7 +196,7 @@ def test_what_is_left_is_what_the_entropy_of_the_exponents_says() -> None:
 
 def test_a_page_must_be_saved() -> None:
     """From one compressible token to the next a block is plain until it saves 4096 bytes."""
-    frames = PackingFormat(DENSE, BLOCK, Packing(ZSTD))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(ZSTD))
     sizes = set()
     for tokens in range(0, BLOCK + 1, 2):
         entries = noise(blocks=1)
@@ -213,7 +214,7 @@ def test_a_page_must_be_saved() -> None:
 
 def test_what_is_compressed_is_exact_beside_what_is_packed() -> None:
     formats = {"k": "zstd", "v": "nvfp4"}
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(formats, 0.3)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(formats, 0.3)), tokens_of(BLOCK)
     entries = numbers(blocks=1)
     frame = encoded(frames, entries, tokens)
     form = frames.form_of(frame)
@@ -222,7 +223,7 @@ def test_what_is_compressed_is_exact_beside_what_is_packed() -> None:
     found = decoded(frames, frame, tokens)
     assert not isinstance(found, str)
     assert_same({"k": found["k"]}, {"k": entries["k"]})
-    whole = PackingFormat(DENSE, BLOCK, Packing({"v": "nvfp4"}, 0.3))
+    whole = AtRestFormat(DENSE, BLOCK, Packing({"v": "nvfp4"}, 0.3))
     packed = decoded(whole, encoded(whole, entries, tokens), tokens)
     assert not isinstance(packed, str)
     assert_same({"v": found["v"]}, {"v": packed["v"]})
@@ -241,7 +242,7 @@ def test_what_is_compressed_is_exact_beside_what_is_packed() -> None:
 
 @pytest.mark.parametrize("formats", [ZSTD, {"k": "zstd", "v": "nvfp4"}])
 def test_a_flipped_bit_anywhere_is_seen(formats: dict[str, str]) -> None:
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(formats)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(formats)), tokens_of(BLOCK)
     good = encoded(frames, numbers(blocks=1), tokens)
     assert frames.form_of(good).is_compressed
     head = frames.form_of(good).payload_offset
@@ -258,14 +259,14 @@ def test_a_flipped_bit_anywhere_is_seen(formats: dict[str, str]) -> None:
 
 
 def test_a_frame_cut_anywhere_is_seen() -> None:
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
     good = encoded(frames, numbers(blocks=1), tokens)
     for size in [0, 1, 111, 112, 400, *range(len(good) - 20_000, len(good), 511)]:
         assert isinstance(decoded(frames, good[:size], tokens), str), size
     assert isinstance(decoded(frames, good + b"\0" * PAGE, tokens), str)
 
 
-def hostile(frames: PackingFormat, good: bytearray, stream: bytes) -> bytearray:
+def hostile(frames: AtRestFormat, good: bytearray, stream: bytes) -> bytearray:
     """A frame with other compressed bytes whose own checksum is right."""
     count = frames.payload_bytes // 2
     frame = bytearray(good[: frames.lossless.payload_offset + 8 + count]) + stream
@@ -314,7 +315,7 @@ NAMES = list(streams(bytes(3 * 1024)))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_bytes_with_right_checksums_are_a_miss(name: str) -> None:
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
     entries = numbers(blocks=1)
     good = encoded(frames, entries, tokens)
     tops = numbers_tops(frames, entries)
@@ -325,10 +326,10 @@ def test_hostile_bytes_with_right_checksums_are_a_miss(name: str) -> None:
     assert decoded(frames, frame, tokens) == "checksum"
     assert not form.is_payload_intact(memoryview(frame))
     # What zstd holds on to is a context and a window, and not what a stream asks for.
-    assert form._tops._room.decompressor.memory_size() < 1 << 20
+    assert form._tops._buffers.decompressor.memory_size() < 1 << 20
 
 
-def numbers_tops(frames: PackingFormat, entries: Entries) -> bytes:
+def numbers_tops(frames: AtRestFormat, entries: Entries) -> bytes:
     """The highest bytes of a block's payload, in its order."""
     plain = encoded(frames.lossless, entries, tokens_of(BLOCK))
     return bytes(plain[frames.lossless.payload_offset + 1 :: 2])
@@ -338,7 +339,7 @@ def numbers_tops(frames: PackingFormat, entries: Entries) -> bytes:
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_what_another_writer_compresses_is_read(level: int, is_whole: bool) -> None:
     """Any zstd stream of the right content whose window is at most 128 KiB will do."""
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
     entries = numbers(blocks=1)
     tops = numbers_tops(frames, entries)
     asked = zstandard.ZstdCompressionParameters.from_level(
@@ -361,7 +362,7 @@ def test_what_another_writer_compresses_is_read(level: int, is_whole: bool) -> N
 
 
 def test_nothing_is_decompressed_before_its_checksum_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    frames, tokens = PackingFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
+    frames, tokens = AtRestFormat(DENSE, BLOCK, Packing(ZSTD)), tokens_of(BLOCK)
     frame = encoded(frames, numbers(blocks=1), tokens)
     form = frames.form_of(frame)
     assert isinstance(form, CompressedFormat)
@@ -372,7 +373,7 @@ def test_nothing_is_decompressed_before_its_checksum_held(monkeypatch: pytest.Mo
             calls.append(len(source))
             return zstandard.ZstdDecompressor().stream_reader(source)
 
-    monkeypatch.setattr(form._tops._room, "decompressor", Watched())
+    monkeypatch.setattr(form._tops._buffers, "decompressor", Watched())
     assert not isinstance(decoded(frames, frame, tokens), str)
     assert len(calls) == 1
     frame[-1] ^= 1
@@ -382,7 +383,7 @@ def test_nothing_is_decompressed_before_its_checksum_held(monkeypatch: pytest.Mo
 
 def test_a_frame_says_its_form_and_no_other_form_takes_it() -> None:
     tokens, entries = tokens_of(BLOCK), numbers(blocks=1)
-    frames = PackingFormat(DENSE, BLOCK, Packing(ZSTD))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(ZSTD))
     frame = encoded(frames, entries, tokens)
     assert frame[6] == 4
     for flags in range(256):
@@ -390,15 +391,15 @@ def test_a_frame_says_its_form_and_no_other_form_takes_it() -> None:
         other[6] = flags
         found = decoded(frames, other, tokens)
         assert isinstance(found, str) == (flags != 4), flags
-    for stranger in (FrameFormat(DENSE, BLOCK), PackingFormat(DENSE, BLOCK, Packing({"k": "fp8"}))):
+    for stranger in (FrameFormat(DENSE, BLOCK), AtRestFormat(DENSE, BLOCK, Packing({"k": "fp8"}))):
         assert decoded(stranger, frame, tokens) == "header"
     # A store for other groups has the same flag; it splits elsewhere, and the sums do not agree.
-    half = PackingFormat(DENSE, BLOCK, Packing({"k": "zstd"}))
+    half = AtRestFormat(DENSE, BLOCK, Packing({"k": "zstd"}))
     assert decoded(half, frame, tokens) == "checksum"
 
 
 def test_threads_do_not_share_their_room() -> None:
-    frames = PackingFormat(DENSE, BLOCK, Packing(ZSTD))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(ZSTD))
     blocks = [numbers(seed, 1) for seed in range(4)]
     made: list[bytearray] = []
     wrong: list[str] = []
@@ -473,7 +474,7 @@ def test_a_damaged_block_shortens_the_hit(tmp_path: Path) -> None:
 
 
 def test_a_check_sees_what_a_read_would() -> None:
-    frames = PackingFormat(DENSE, BLOCK, Packing(ZSTD))
+    frames = AtRestFormat(DENSE, BLOCK, Packing(ZSTD))
     tokens, entries = tokens_of(BLOCK), numbers(blocks=1)
     good = encoded(frames, entries, tokens)
     key = BlockKey(b"h" * 16)
@@ -549,7 +550,7 @@ def test_a_form_that_is_not_known_is_refused(tmp_path: Path) -> None:
     version.write_text(version.read_text(encoding="utf-8").replace("zstd", "zst9"))
     with pytest.raises(LayoutMismatch, match="zst9"):
         open_compressed(tmp_path / "s")
-    with pytest.raises(StoreError, match="'k' cannot be packed as 'zst9', expected one of .*zstd"):
+    with pytest.raises(StoreError, match="'k' cannot be stored as 'zst9', expected one of .*zstd"):
         admin.store_stats(tmp_path / "s")
 
 
@@ -559,7 +560,7 @@ def test_only_floats_are_compressed(entry_format: str) -> None:
     with pytest.raises(
         ConfigError, match=f"is cached as {entry_format}, expected f32, f16 or bf16"
     ):
-        PackingFormat(Layout(model="m", groups=(group,)), BLOCK, Packing({"k": "zstd"}))
+        AtRestFormat(Layout(model="m", groups=(group,)), BLOCK, Packing({"k": "zstd"}))
 
 
 def test_stats_and_inspect_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -611,7 +612,7 @@ def test_runs_of_packed_and_of_lossless_frames_are_read_together(
             taken = runs_read(monkeypatch)
             found = dict(cache.read(match))
             assert taken == [5, 7, 3, 1, 4], "packed, lossless, packed, lossless, packed"
-            monkeypatch.setattr(PackingFormat, "readers", lambda *_: {})
+            monkeypatch.setattr(AtRestFormat, "readers", lambda *_: {})
             assert_same(found, dict(cache.read(match)))
             assert len(taken) == 5
         np.testing.assert_array_equal(

@@ -125,14 +125,14 @@ def test_text_that_differs_only_in_unicode_form_is_different() -> None:
 @pytest.mark.parametrize("name", ["model", "weights", "tokenizer", "tenant", "adapter"])
 @pytest.mark.parametrize("value", [b"x", 5, ("x",)])
 def test_a_namespace_field_that_is_no_text_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a str, found {type(value).__name__}"):
+    with pytest.raises(ConfigError, match=f"{name} must be text, found "):
         replace(NAMESPACE, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["model", "weights", "tokenizer", "tenant"])
 def test_only_the_adapter_may_be_none(name: str) -> None:
     absent: Any = None
-    with pytest.raises(ConfigError, match=f"{name} must be a str, found NoneType"):
+    with pytest.raises(ConfigError, match=f"{name} must be text, found None"):
         replace(NAMESPACE, **{name: absent})
 
 
@@ -264,7 +264,7 @@ def test_images_that_touch_are_fine_and_images_that_overlap_are_refused() -> Non
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 3), (4, 3)])
 def test_an_empty_or_negative_image_span_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"found [{start}, {stop})")):
+    with pytest.raises(ValueError, match=f"found {start if start < 0 else stop}$"):
         ImageSpan(start, stop, b"x")
 
 
@@ -276,7 +276,7 @@ def test_an_image_digest_must_be_bytes(digest: Any) -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0.0, 2), (0, 2.5), ("0", "2"), (True, 2), (None, 2)])
 def test_an_image_span_that_is_not_integers_is_refused(start: Any, stop: Any) -> None:
-    with pytest.raises(ValueError, match="integers"):
+    with pytest.raises(ValueError, match="must be an? (positive )?integer"):
         ImageSpan(start, stop, b"x")
 
 

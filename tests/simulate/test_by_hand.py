@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore.index.plan import request_blocks
+from kvstore.output.sizes import Size
 from kvstore.policy.registry import make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
-from kvstore.simulate.sizes import Size
 from kvstore.trace.paths import paths_of
 from tests.simulate.support import trace_of
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.layout import layout
+from kvstore.output.sizes import rate_of, seconds_of, size_text
 from kvstore.simulate.cost import FREE, Cost, Link, bytes_of_model, first_token_seconds, ttft_report
 from kvstore.simulate.hierarchy import tiers_of, tiers_report
-from kvstore.simulate.sizes import bytes_text, rate_of, seconds_of
 from kvstore.simulate.tiers import Tier, simulate_tiers
 from kvstore.trace.columns import SECOND
 from tests.simulate.support import grown_paths, trace_of
@@ -132,10 +132,10 @@ def test_units_are_what_they_say() -> None:
     assert [seconds_of(text) for text in ("300s", "5m", "2h", "100us", "1d")] == [
         300, 300, 7200, pytest.approx(1e-4), 86400,
     ]  # fmt: skip
-    assert [bytes_text(size) for size in (12, 2**30 * 38, 1536)] == [
+    assert [size_text(size) for size in (12, 2**30 * 38, 1536)] == [
         "12 bytes",
         "38.0 GiB",
-        "1.5 KiB",
+        "1.50 KiB",
     ]
 
 

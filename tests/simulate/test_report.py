@@ -8,11 +8,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from kvstore.output.sizes import Size, size_text
 from kvstore.simulate.cost import Cost
 from kvstore.simulate.hints import hint_lines
 from kvstore.simulate.report import Question, report
 from kvstore.simulate.run import Simulation, first_counted, window_of
-from kvstore.simulate.sizes import Size
 from kvstore.simulate.tiers import Tier
 from kvstore.simulate.window import Windows
 from kvstore.trace.columns import SECOND
@@ -75,7 +75,7 @@ def test_the_recommendation_is_said_in_words() -> None:
     choice = found["recommendation"]["choice"]
     blocks = choice["size_blocks"]
     assert said[0] == (
-        f"use lru with {4 * blocks}.0 MiB of SSD ({blocks} blocks, {blocks / 11:.1%} of all blocks): it "
+        f"use lru with {size_text(4 * blocks << 20)} of SSD ({blocks} blocks, {blocks / 11:.1%} of all blocks): it "
         f"hits {choice['prefix_token_hit_ratio']:.1%} of tokens, and {choice['share_of_ceiling']:.1%} of "
         "the blocks that a cache without bounds hits"
     )
@@ -84,14 +84,14 @@ def test_the_recommendation_is_said_in_words() -> None:
     # Of three hits, two go on where a prompt ended 10 and 40 s before; one forks off where none did.
     assert found["recommendation"]["window"]["ttl_seconds"] == 60.0
     assert "a window TTL of 60 s keeps 67% of turns from replay" in said
-    assert "loading is faster than computing from 100.0 MiB/s on" in said
+    assert "loading is faster than computing from 100 MiB/s on" in said
     (tiers,) = found["hierarchies"]
     assert (
         f"with these tiers under lru: {tiers['prefix_token_hit_ratio']:.1%} of tokens hit, "
         in "".join(said)
     )
-    day = tiers["tiers"][1]["written_bytes_per_day"] / 2**40
-    assert f"lru writes {day * 1024:,.1f} GiB a day to ssd" in said
+    day = size_text(tiers["tiers"][1]["written_bytes_per_day"])
+    assert f"lru writes {day} a day to ssd" in said
     assert any("(prefill only, no queue)" in sentence for sentence in said)
 
 

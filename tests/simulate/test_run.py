@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvstore.errors import TraceError
+from kvstore.output.sizes import Size, size_of
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import smallest
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.run import Simulation, simulate
-from kvstore.simulate.sizes import Size, size_of
 from kvstore.trace.columns import Trace
 from tests.simulate.support import grown_paths, trace_of
 
@@ -29,6 +29,8 @@ from tests.simulate.support import grown_paths, trace_of
         ("100%", 182_790),
         ("20000b", 20_000),
         ("1GiB", 2**20),
+        ("1.024MB", 1000),
+        ("5 %", 9139),
         ("0%", 0),
     ],
 )
@@ -42,7 +44,7 @@ def test_a_share_is_floored_exactly() -> None:
     assert size_of("50b", 200).fraction == 0.25
 
 
-@pytest.mark.parametrize("text", ["5", "b", "-1%", "5 %", "1GB", "1e3b", "5%%", "", "nan%"])
+@pytest.mark.parametrize("text", ["5", "b", "-1%", "1G", "1e3b", "5%%", "", "nan%"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a size such as"):
         size_of(text, 100)

@@ -13,7 +13,8 @@ from unittest import mock
 import lmdb
 
 from kvstore import KVStoreError
-from kvstore.frame.format import FrameFormat, Places
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.targets import Places
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, Promise, Prompt, check, prompts, read_check, still_works
 from tests.torture.runner import Case, Death, Finding, Kind, in_child

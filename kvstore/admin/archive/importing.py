@@ -14,7 +14,7 @@ from kvstore.admin.access import open_for_writing
 from kvstore.admin.archive.manifest import Manifest, read_manifest
 from kvstore.admin.archive.tar import ArchiveDamage, Member, Members, read_archive
 from kvstore.errors import StoreError
-from kvstore.frame.format import Header
+from kvstore.frame.header import Header
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.output.sizes import size_bytes

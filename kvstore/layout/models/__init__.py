@@ -1,4 +1,4 @@
-"""Configs of Hugging Face as layouts: the types that are known, and one file for each family."""
+"""Layouts of Hugging Face configs: the supported model types, and one module for each family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.layout.models.known import KNOWN, NESTED, REASONS, WRAPPERS
 from kvstore.layout.models.quantized import cache_format
 from kvstore.layout.values import Layout
 
-_REMEDY = "make a kvstore.Layout of your own from what its engine caches"
+_REMEDY = "make a kvstore.Layout from the groups that its engine caches"
 
 
 def layout_of(
@@ -20,11 +20,10 @@ def layout_of(
     dtype: str | Mapping[str, str] | None = None,
     quantization: Config | None = None,
 ) -> Layout:
-    """Return the layout of a config, with the ``hf_quant_config.json`` beside it if there is one.
+    """Return the layout of a config; ``quantization`` is its ``hf_quant_config.json``, if any.
 
     Raises:
-        ConfigError: for a model type or a class that is not known here, or a field that contradicts
-            what is known of it.
+        ConfigError: for an unsupported model type or class, or a field that contradicts its rules.
     """
     configs = _nested(config)
     text = configs[0]
@@ -33,18 +32,18 @@ def layout_of(
     named = (c.get(name) for c in configs for name in ("dtype", "torch_dtype"))
     quantized = cache_format(configs, quantization) if dtype is None else None
     own = quantized or next(filter(None, named), "bfloat16")
-    # A name that is no entry format, as float64, is none of a group that ``dtype`` names.
+    # An unsupported dtype such as float64 does not matter if ``dtype`` gives all formats.
     return known.read(text, own if isinstance(own, str) else entry_format(own), dtype)
 
 
 def _nested(config: Config) -> Sequence[Config]:
-    """Return the config of the language model and those it is nested in, the innermost first.
+    """Return the config of the language model and the configs that contain it, innermost first.
 
     Raises:
-        ConfigError: if one of them is of a type that is not known here.
+        ConfigError: for an unsupported model type.
     """
     configs = [config]
-    # A part between the two, as thinker_config, may have no type of its own.
+    # A config between the two, such as thinker_config, may have no model type.
     while _type(configs[0]) in WRAPPERS or (len(configs) > 1 and not _type(configs[0])):
         name = next((name for name in NESTED if configs[0].get(name) is not None), None)
         if name is None:
@@ -70,27 +69,25 @@ def _check_type(config: Config, *, is_nested: bool) -> None:
         return
     where = "the config of its language model" if is_nested else "the config"
     if not kind:
-        msg = (
-            f"{where} must name its model_type, found {brief(config.get('model_type'))}; {_REMEDY}"
-        )
+        msg = f"{where} must have a model_type, found {brief(config.get('model_type'))}; {_REMEDY}"
     elif kind in WRAPPERS:
-        msg = f"model type {kind!r} has no config of its language model, expected one of {', '.join(NESTED)}"
+        msg = f"model type {kind!r} has no config of its language model, expected one of the fields {', '.join(NESTED)}"
     elif kind in REASONS:
         msg = f"model type {kind!r} {REASONS[kind]}"
     else:
         msg = (
-            f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not one whose "
-            f"cache is known here; {_REMEDY}"
+            f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not "
+            f"supported; {_REMEDY}"
         )
     raise ConfigError(msg)
 
 
 _TASKS = r"(?:Text)?(?:Model|LMHeadModel|PreTrainedModel|For[A-Za-z0-9]+)"
-"""What follows the stem in the names of a type's classes."""
+"""Suffixes of a model type's class names."""
 
 
 def _check_classes(config: Config, stems: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a config names a class that is none of its type's own."""
+    """Raise ``ConfigError`` if a config names a class of another model type."""
     classes = config.get("architectures")
     if classes is None or not stems:
         return
@@ -99,7 +96,7 @@ def _check_classes(config: Config, stems: Sequence[str]) -> None:
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(pattern, name[:256]):
             msg = (
-                f"model type {_type(config)!r} with architecture {brief(name)} is not one whose cache is "
-                f"known here, expected {stems[0]}ForCausalLM or the like; {_REMEDY}"
+                f"model type {_type(config)!r} with architecture {brief(name)} is not "
+                f"supported, expected {stems[0]}ForCausalLM or similar; {_REMEDY}"
             )
             raise ConfigError(msg)

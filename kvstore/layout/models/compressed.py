@@ -1,4 +1,4 @@
-"""DeepSeek V4 and V4.1: entries that compress several tokens, beside windows in every layer."""
+"""Layouts of DeepSeek V4 and V4.1: entries that compress several tokens, and windows in every layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvstore.layout.models.fields import integer, integers, label_of, layer_coun
 from kvstore.layout.values import MOST_LAYERS, LayerGroup, Layout, Lifetime
 
 _COMPRESSED_RULES = {"nvfp4": "v41", "mxfp4": "rceil"}
-"""Scale rules of compressed entries, by format: of V4.1's main ones, and of the indexer keys that it
-shares with V4. Source: their engines; docs/format.md, section 3.3."""
+"""Scale rules of compressed entries, by format: V4.1's main entries, and the indexer keys of V4 and V4.1.
+Source: their engines; docs/format.md, section 3.3."""
 _PAIR_STATE_BYTES = 4
 """Compressor pair state is FP32: one key-value and one score per channel."""
 _DRAFT_ROW_BYTES = 2
@@ -20,7 +20,7 @@ _DRAFT_ROW_BYTES = 2
 
 
 def compressed_sparse(config: Mapping[str, Any]) -> Layout:
-    """Layout of a causal encoder-decoder with compressed sparse attention (DeepSeek-V4.1).
+    """Return the layout of a causal encoder-decoder with compressed sparse attention (DeepSeek-V4.1).
 
     Owners are ``kv_source_layer_ids``. Owners of one compression ratio share a group for their main
     entries (NVFP4) and one for their indexer keys (MXFP4). The encoder is every layer below the
@@ -87,18 +87,18 @@ def compressed_sparse(config: Mapping[str, Any]) -> Layout:
 
 
 _INDEXED_RATIO = 4
-"""The compression ratio of V4 whose layers choose entries with an indexer; others read all of theirs."""
+"""Compression ratio of the V4 layers that choose entries with an indexer; others read all entries."""
 _ROW_SCALE_BLOCK, _ROW_ALIGNMENT = 64, 8
 """Values that share one E8M0 scale in a row of V4, and the bytes that rows are padded to."""
 
 
 def compressed(config: Mapping[str, Any]) -> Layout:
-    """Layout of compressed attention in every layer, each with its own window (DeepSeek-V4).
+    """Return the layout of compressed attention and a window in every layer (DeepSeek-V4).
 
-    A row is E4M3 codes, the rotated values in BF16 and an E8M0 scale for 64 codes, padded: 448 + 128
-    + 7 + 1 = 584 bytes, for compressed entries and for windows alike. Source: the V4 caches of vLLM
-    and SGLang. Rows are kept as bytes: no codec here reads them. Indexer keys are MXFP4. Compressor
-    states and draft layers are not counted.
+    A row has E4M3 codes, the rotated values in BF16, an E8M0 scale for each 64 codes, and padding: 448 +
+    128 + 7 + 1 = 584 bytes, for compressed entries and windows. Source: the V4 caches of vLLM and
+    SGLang. Rows are stored as bytes, without a codec. Indexer keys are MXFP4. Compressor states and
+    draft layers are not counted.
     """
     ratios = list(integers(config, "compress_ratios"))
     count = layer_count(config)
@@ -128,10 +128,10 @@ def compressed(config: Mapping[str, Any]) -> Layout:
 
 
 def _compressed_group(
-    part: str, layers: tuple[int, ...], ratio: int, values: int, entry_format: str
+    kind: str, layers: tuple[int, ...], ratio: int, values: int, entry_format: str
 ) -> LayerGroup:
     return LayerGroup(
-        name=f"{part}_r{ratio}",
+        name=f"{kind}_r{ratio}",
         layers=layers,
         values=values,
         entry_format=entry_format,

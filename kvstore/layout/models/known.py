@@ -1,15 +1,15 @@
-"""Every model type whose cache is known here, with the classes that it belongs to and its family.
+"""Supported model types, with the stems of their class names and the rule for their layout.
 
-A type that is not here is refused: what a config says of its heads does not tell what else is cached.
-Checked by tests/layout/test_classes.py against the caches that transformers' own classes fill.
-Source: transformers 5.24, configuration_*.py and modeling_*.py of these types; of those that it has no
-class for, their repositories' own code and vLLM's.
+Other types are refused: the heads in a config do not tell what else a model caches.
+tests/layout/test_classes.py checks the layouts against the caches of transformers' classes. Source:
+configuration_*.py and modeling_*.py of transformers 5.24; for types without a class there, their
+repositories and vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvstore.errors import ConfigError
@@ -21,22 +21,22 @@ from kvstore.layout.models.plain import Plain, Slides, plain
 from kvstore.layout.values import Layout
 
 Read = Callable[[Config, str, "str | Mapping[str, str] | None"], Layout]
-"""Makes a layout of a config, the format of its cache, and a caller's choice."""
+"""Function from a config, the format of its cache and the caller's ``dtype`` to a layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model type: the stems of its classes' names, as ``Llama`` of ``LlamaForCausalLM``, and its rule."""
+    """Model type: the stems of its class names, such as ``Llama`` of ``LlamaForCausalLM``, and its rule."""
 
     stems: tuple[str, ...]
     read: Read
 
 
 _HEADS: Mapping[str, None] = {"num_key_value_heads": None}
-"""Of a class that has KV heads for all heads unless its config says otherwise."""
+"""Default of classes with as many KV heads as heads."""
 _LLAMA = Plain(left_out=_HEADS)
 _GIVEN = Plain()
-"""Of a class with a number of KV heads of its own: a config has to give it."""
+"""Rule of classes whose config must give the number of KV heads."""
 
 
 def _plain(stems: str, spec: Plain = _LLAMA) -> Known:
@@ -48,7 +48,7 @@ def _latent(stems: str, spec: Latent | None = None) -> Known:
 
 
 def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
-    """Return a type whose entries have formats of their own, which no ``dtype`` changes."""
+    """Return a type with fixed entry formats, to which ``dtype`` does not apply."""
 
     def layout(config: Config, _own: str, dtype: str | Mapping[str, str] | None) -> Layout:
         if dtype is not None:
@@ -60,11 +60,11 @@ def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
 
 
 def _falcon_kv_heads(config: Config, heads: int) -> int:
-    """Return the KV heads of Falcon, whose later configs each engine caches in another way."""
+    """Return the KV heads of Falcon; engines differ in the cache of its later configs."""
     if config.get("new_decoder_architecture"):
         msg = (
             f"model type {type_of(config)} has new_decoder_architecture: transformers caches keys and values "
-            "for every head, other engines for KV heads alone; make a kvstore.Layout of your own"
+            "for every head, other engines only for KV heads; make a kvstore.Layout"
         )
         raise ConfigError(msg)
     if config.get("multi_query", True):
@@ -86,6 +86,7 @@ _GPT2 = Plain(
 )
 _OWN_HEADS = Plain(kv_heads=(), head_dim=())
 _DIVIDED = Plain(head_dim=())
+_HUNYUAN = Plain(head_dim=("head_dim", "attention_head_dim"), left_out=_HEADS)
 _QWEN2 = Plain(
     slides=Slides.UPPER,
     left_out={"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
@@ -97,8 +98,12 @@ _STATED = Plain(slides=Slides.STATED)
 _GEMMA = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
+def _defaults(slides: Slides = Slides.NONE, **left_out: int | None) -> Plain:
+    return Plain(slides=slides, left_out=left_out)
+
+
 def _dim(head_dim: int, slides: Slides = Slides.NONE) -> Plain:
-    return Plain(slides=slides, left_out={"head_dim": head_dim})
+    return _defaults(slides, head_dim=head_dim)
 
 
 KNOWN: Mapping[str, Known] = {
@@ -113,13 +118,7 @@ KNOWN: Mapping[str, Known] = {
     "bitnet": _plain("BitNet", _GIVEN),
     "bloom": _plain(
         "Bloom",
-        Plain(
-            layers=("n_layer", "num_hidden_layers"),
-            heads=("n_head", "num_attention_heads"),
-            hidden=("hidden_size", "n_embed"),
-            kv_heads=(),
-            head_dim=(),
-        ),
+        replace(_GPT2, hidden=("hidden_size", "n_embed")),
     ),
     "codegen": _plain("CodeGen", _GPT2),
     "cohere": _plain("Cohere"),
@@ -139,14 +138,7 @@ KNOWN: Mapping[str, Known] = {
     "gpt-sw3": _plain("GPT2", _GPT2),
     "gpt_bigcode": _plain(
         "GPTBigCode",
-        Plain(
-            layers=_GPT2.layers,
-            heads=_GPT2.heads,
-            hidden=_GPT2.hidden,
-            head_dim=(),
-            kv_heads_of=_bigcode_kv_heads,
-            claims=("multi_query",),
-        ),
+        replace(_GPT2, kv_heads_of=_bigcode_kv_heads, claims=("multi_query",)),
     ),
     "gpt_neox": _plain("GPTNeoX", _OWN_HEADS),
     "gpt_neox_japanese": _plain("GPTNeoXJapanese", _OWN_HEADS),
@@ -155,12 +147,8 @@ KNOWN: Mapping[str, Known] = {
     "granitemoe": _plain("GraniteMoe"),
     "granitemoeshared": _plain("GraniteMoeShared"),
     "helium": _plain("Helium", _dim(128)),
-    "hunyuan_v1_dense": _plain(
-        "HunYuanDenseV1", Plain(head_dim=("head_dim", "attention_head_dim"), left_out=_HEADS)
-    ),
-    "hunyuan_v1_moe": _plain(
-        "HunYuanMoEV1", Plain(head_dim=("head_dim", "attention_head_dim"), left_out=_HEADS)
-    ),
+    "hunyuan_v1_dense": _plain("HunYuanDenseV1", _HUNYUAN),
+    "hunyuan_v1_moe": _plain("HunYuanMoEV1", _HUNYUAN),
     "hy_v3": _plain("HYV3", _dim(128)),
     "hyperclovax": _plain("HyperCLOVAX"),
     "internlm2": _plain("InternLM2", _GIVEN),
@@ -189,56 +177,44 @@ KNOWN: Mapping[str, Known] = {
     "step3_text": _plain("Step3Text", Plain(kv_heads=("num_attention_groups",))),
     "xglm": _plain(
         "XGLM",
-        Plain(
+        replace(
+            _OWN_HEADS,
             layers=("num_layers", "num_hidden_layers"),
             heads=("attention_heads", "num_attention_heads"),
             hidden=("d_model", "hidden_size"),
-            kv_heads=(),
-            head_dim=(),
         ),
     ),
     # ---- plain, with a sliding window in every layer if the config has one ------------------------
     "ministral3": _plain("Ministral3", _dim(128, Slides.EVERY)),
     "mistral": _plain(
         "Mistral",
-        Plain(slides=Slides.EVERY, left_out={"num_key_value_heads": 8, "sliding_window": 4096}),
+        _defaults(Slides.EVERY, num_key_value_heads=8, sliding_window=4096),
     ),
     "mixtral": _plain("Mixtral", _EVERY),
-    "phi3": _plain("Phi3", Plain(slides=Slides.EVERY, left_out=_HEADS)),
+    "phi3": _plain("Phi3", _defaults(Slides.EVERY, **_HEADS)),
     "phimoe": _plain("PhiMoE Phimoe", _EVERY),
     "starcoder2": _plain("Starcoder2", _EVERY),
     # ---- plain, full and sliding layers ------------------------------------------------------------
-    "afmoe": _plain("Afmoe", Plain(slides=Slides.STATED, left_out={**_HEADS, "head_dim": 128})),
+    "afmoe": _plain("Afmoe", _defaults(Slides.STATED, **_HEADS, head_dim=128)),
     "cohere2": _plain(
         "Cohere2",
-        Plain(
-            slides=Slides.STATED,
-            left_out={**_HEADS, "sliding_window": 4096, "sliding_window_pattern": 4},
-        ),
+        _defaults(Slides.STATED, **_HEADS, sliding_window=4096, sliding_window_pattern=4),
     ),
-    "cohere2_moe": _plain(
-        "Cohere2Moe", Plain(slides=Slides.STATED, left_out={**_HEADS, "head_dim": 128})
-    ),
+    "cohere2_moe": _plain("Cohere2Moe", _defaults(Slides.STATED, **_HEADS, head_dim=128)),
     "cwm": _plain("Cwm", _dim(128, Slides.STATED)),
     "dots1": _plain(
         "Dots1",
-        Plain(slides=Slides.UPPER, left_out={"sliding_window": 4096, "max_window_layers": 62}),
+        _defaults(Slides.UPPER, sliding_window=4096, max_window_layers=62),
     ),
     "exaone4": _plain("Exaone4", _STATED),
     "exaone_moe": _plain("ExaoneMoe ExaoneMoE", _STATED),
     "gemma2": _plain(
         "Gemma2",
-        Plain(
-            slides=Slides.STATED,
-            left_out={**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 2},
-        ),
+        _defaults(Slides.STATED, **_GEMMA, sliding_window=4096, sliding_window_pattern=2),
     ),
     "gemma3_text": _plain(
         "Gemma3 Gemma3Text",
-        Plain(
-            slides=Slides.STATED,
-            left_out={**_GEMMA, "sliding_window": 4096, "sliding_window_pattern": 6},
-        ),
+        _defaults(Slides.STATED, **_GEMMA, sliding_window=4096, sliding_window_pattern=6),
     ),
     "gemma3n_text": _plain(
         "Gemma3n Gemma3nText",
@@ -251,23 +227,21 @@ KNOWN: Mapping[str, Known] = {
     ),
     "gpt_oss": _plain(
         "GptOss",
-        Plain(
-            slides=Slides.STATED,
-            left_out={
-                "head_dim": 64,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-                "sliding_window": 128,
-                "sliding_window_pattern": 2,
-            },
+        _defaults(
+            Slides.STATED,
+            head_dim=64,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            sliding_window=128,
+            sliding_window_pattern=2,
         ),
     ),
     "granite_swa": _plain("GraniteSWA", _STATED),
-    "granitemoe_swa": _plain("GraniteMoeSWA", Plain(slides=Slides.STATED, left_out=_HEADS)),
+    "granitemoe_swa": _plain("GraniteMoeSWA", _defaults(Slides.STATED, **_HEADS)),
     "laguna": _plain("Laguna", _dim(128, Slides.STATED)),
     "mellum": _plain("Mellum", _dim(128, Slides.STATED)),
     "ministral": _plain("Ministral", _STATED),
-    "olmo3": _plain("Olmo3", Plain(slides=Slides.STATED, left_out=_HEADS)),
+    "olmo3": _plain("Olmo3", _defaults(Slides.STATED, **_HEADS)),
     "qwen2": _plain("Qwen2", _QWEN2),
     "qwen2_vl": _plain("Qwen2VL", _QWEN2),
     "qwen2_vl_text": _plain("Qwen2VLText", _QWEN2),
@@ -275,7 +249,7 @@ KNOWN: Mapping[str, Known] = {
     "qwen2_5_vl_text": _plain("Qwen2_5_VLText", _QWEN2),
     "qwen2_5_omni_text": _plain(
         "Qwen2_5OmniText",
-        Plain(slides=Slides.UPPER, left_out={**_QWEN2.left_out, "sliding_window": 32768}),
+        _defaults(Slides.UPPER, **{**_QWEN2.left_out, "sliding_window": 32768}),
     ),
     "qwen2_moe": _plain("Qwen2Moe", _QWEN_STATED),
     "qwen3": _plain("Qwen3", _QWEN3),
@@ -286,7 +260,7 @@ KNOWN: Mapping[str, Known] = {
     "smollm3": _plain("SmolLM3", _QWEN_STATED),
     "vaultgemma": _plain(
         "VaultGemma",
-        Plain(slides=Slides.STATED, left_out={"head_dim": 256, "sliding_window": 4096}),
+        _defaults(Slides.STATED, head_dim=256, sliding_window=4096),
     ),
     # ---- text parts of models of several media ------------------------------------------------------
     "glm4v_text": _plain("Glm4vText", _GIVEN),
@@ -309,63 +283,50 @@ KNOWN: Mapping[str, Known] = {
     "deepseek_v41_text": _fixed("DeepseekV41 DeepseekV41Text", compressed_sparse),
 }
 
+
+def _camel_case(name: str) -> str:
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+
+_WRAPPERS = """
+apertus1p5 aria aya_vision cohere2_vision deepseek_v41 fast_vlm gemma3 gemma3n glm4v
+glm4v_moe got_ocr2 granite_speech idefics2 idefics3 janus llava llava_next
+llava_next_video llava_onevision mistral3 ovis2 qwen2_audio qwen3_omni_moe
+qwen3_omni_moe_thinker ultravox voxtral
+"""
+"""Types whose stem is their name in camel case."""
 WRAPPERS: Mapping[str, tuple[str, ...]] = {
-    "apertus1p5": ("Apertus1p5",),
-    "aria": ("Aria",),
-    "aya_vision": ("AyaVision",),
-    "cohere2_vision": ("Cohere2Vision",),
-    "deepseek_v41": ("DeepseekV41",),
+    **{name: (_camel_case(name),) for name in _WRAPPERS.split()},
     "deepseek_vl": ("DeepseekVL",),
     "deepseek_vl_hybrid": ("DeepseekVLHybrid",),
     "deepseek_vl_v2": ("DeepseekVLV2",),
-    "fast_vlm": ("FastVlm",),
-    "gemma3": ("Gemma3",),
-    "gemma3n": ("Gemma3n",),
-    "glm4v": ("Glm4v",),
-    "glm4v_moe": ("Glm4vMoe",),
     "glm46v": ("Glm46V",),
-    "got_ocr2": ("GotOcr2",),
-    "granite_speech": ("GraniteSpeech",),
-    "idefics2": ("Idefics2",),
-    "idefics3": ("Idefics3",),
     "internvl": ("InternVL",),
     "internvl_chat": ("InternVLChat",),
-    "janus": ("Janus",),
     "kimi_k25": ("Kimi_K25", "KimiK25"),
     "kimi_vl": ("KimiVL",),
     "lighton_ocr": ("LightOnOcr", "LightOnOCR"),
-    "llava": ("Llava",),
-    "llava_next": ("LlavaNext",),
-    "llava_next_video": ("LlavaNextVideo",),
-    "llava_onevision": ("LlavaOnevision",),
-    "mistral3": ("Mistral3",),
-    "ovis2": ("Ovis2",),
     "paligemma": ("PaliGemma",),
     "perception_lm": ("PerceptionLM",),
     "qwen2_5_omni": ("Qwen2_5Omni",),
     "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker",),
     "qwen2_5_vl": ("Qwen2_5_VL",),
-    "qwen2_audio": ("Qwen2Audio",),
     "qwen2_vl": ("Qwen2VL",),
-    "qwen3_omni_moe": ("Qwen3OmniMoe",),
-    "qwen3_omni_moe_thinker": ("Qwen3OmniMoeThinker",),
     "qwen3_vl": ("Qwen3VL",),
     "qwen3_vl_moe": ("Qwen3VLMoe",),
     "shieldgemma2": ("ShieldGemma2", "Gemma3"),
     "smolvlm": ("SmolVLM",),
     "step3_vl": ("Step3VL",),
-    "ultravox": ("Ultravox",),
     "vipllava": ("VipLlava",),
-    "voxtral": ("Voxtral",),
 }
-"""Model types of several media whose cache is that of the language model in them, and their stems.
+"""Multimodal model types that only cache their language model, and their stems.
 
-What an image or a sound becomes are tokens of that model. Types that attend across (mllama, idefics,
-evolla) are not here.
+Images and sounds are tokens of that model. Types with cross attention (mllama, idefics, evolla) are
+not listed.
 """
 
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Fields that hold the config of a wrapper's language model, the first found counts."""
+"""Fields with the config of a wrapper's language model, in order of preference."""
 
 _NOT_YET = "this version describes keys and values, latents and sliding windows alone"
 _STATE = f"keeps a recurrent or convolution state beside or instead of keys and values: {_NOT_YET}"

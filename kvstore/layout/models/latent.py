@@ -1,4 +1,4 @@
-"""Latent attention (MLA): DeepSeek V2 to V3.2 and the models that took it from there."""
+"""Layouts of latent attention (MLA): DeepSeek V2 to V3.2 and models that adopted it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LATENT_SCALE_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Where the configs of a model type say what its latent attention caches."""
+    """Config fields that describe the latent attention of a model type."""
 
     layers: str = "num_hidden_layers"
     per_layer: int = 1
-    """Attentions of one layer, each with a latent of its own."""
+    """Attention modules of one layer, each with its own latent."""
 
 
 def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
-    """Return the layout of latent attention: one latent with its rotated key, a token and layer.
+    """Return the layout of latent attention: one latent with its rotated key per token and layer.
 
     Draft layers, which few engines run, are not counted.
     """
@@ -56,11 +56,11 @@ def _layers(spec: Latent, config: Config, *claims: str) -> int:
 
 
 def latent_sparse(config: Config) -> Layout:
-    """Return the layout of latent attention with an indexer (DeepSeek-V3.2), as engines serve it: in FP8.
+    """Return the layout of latent attention with an indexer (DeepSeek-V3.2), in the FP8 cache of engines.
 
-    A latent is E4M3 codes with a float32 scale for 128 of them, and its rotated key in BF16: 656
-    bytes. An indexer key is E4M3 codes with such scales: 132. Source: the ``fp8_ds_mla`` cache of
-    vLLM and FlashMLA. Both are kept as bytes: no codec here reads them.
+    A latent has E4M3 codes with a float32 scale for each 128, and its rotated key in BF16: 656 bytes.
+    An indexer key has E4M3 codes with such scales: 132 bytes. Source: the ``fp8_ds_mla`` cache of vLLM
+    and FlashMLA. Both are stored as bytes, without a codec.
     """
     layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
     indexers = config.get("indexer_types") or ["full"]

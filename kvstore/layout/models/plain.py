@@ -1,4 +1,4 @@
-"""Plain keys and values: dense attention with any number of KV heads, in full and sliding layers."""
+"""Layouts of plain keys and values: full and sliding-window attention with any number of KV heads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from kvstore import checks
+from kvstore.checks import is_integer
 from kvstore.errors import ConfigError, brief
 from kvstore.layout.models.fields import (
     Config,
@@ -22,46 +24,48 @@ from kvstore.layout.models.fields import (
 from kvstore.layout.values import LayerGroup, Layout, Lifetime
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-"""The layer types whose layers cache plain keys and values."""
+"""Layer types that cache plain keys and values."""
 
 
 class Slides(Enum):
-    """Which layers of a model type have its sliding window."""
+    """Rule for the layers of a model type that have its sliding window.
+
+    ``STATED``: the layers in ``layer_types``, or all but each ``sliding_window_pattern``-th.
+    ``EVERY``: all layers, if the config has a window. ``UPPER``: the layers from
+    ``max_window_layers`` on, if ``use_sliding_window`` is true.
+    """
 
     NONE = "none"
     STATED = "stated"
-    """Those that ``layer_types`` names, or by ``sliding_window_pattern`` all but every so-manieth."""
     EVERY = "every"
-    """All of them, if the config has a window."""
     UPPER = "upper"
-    """Those from ``max_window_layers`` on, if ``use_sliding_window`` says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Where the configs of a model type say what its layers cache: names of fields, the first preferred."""
+    """Config fields that describe the cache of a model type; of several names the first is preferred."""
 
     layers: tuple[str, ...] = ("num_hidden_layers",)
     heads: tuple[str, ...] = ("num_attention_heads",)
     hidden: tuple[str, ...] = ("hidden_size",)
     kv_heads: tuple[str, ...] = ("num_key_value_heads",)
-    """Empty: every head has keys and values of its own."""
+    """Empty: every head has its own keys and values."""
     head_dim: tuple[str, ...] = ("head_dim",)
     """Empty: hidden size / heads."""
     slides: Slides = Slides.NONE
     left_out: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that a config.json may leave out, with what its class has then."""
+    """Defaults of the model class for fields that a config.json may omit."""
     kv_heads_of: Callable[[Config, int], int] | None = None
-    """A rule of its own for the number of KV heads, given the number of heads."""
+    """Rule for the number of KV heads, given the number of heads."""
     shares: str = ""
-    """The field that counts the last layers that read the keys and values of earlier ones."""
+    """Field with the number of last layers that read the keys and values of earlier layers."""
     claims: tuple[str, ...] = ()
-    """Fields of ``OTHER_CACHES`` that this type's own rules read."""
+    """Fields of ``OTHER_CACHES`` that the rules of this type read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Layers whose keys and values are of one shape and are kept alike."""
+class AttentionLayers:
+    """Layers whose keys and values have one shape and one lifetime."""
 
     suffix: str
     layers: tuple[int, ...]
@@ -72,9 +76,9 @@ class Part:
 def plain(spec: Plain, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
     """Return the layout of a model whose layers cache one key and one value per token and KV head.
 
-    Layers of full attention are GLOBAL; those with a sliding window are WINDOW. ``own`` is the format
-    of the model's cache, in which a window is kept unless ``dtype`` says otherwise: a window lives
-    for minutes in host memory, where exactness is worth more than its bytes.
+    Layers of full attention are GLOBAL; those with a sliding window are WINDOW. Windows keep ``own``,
+    the format of the model's cache, unless ``dtype`` names them: they stay in host memory for minutes,
+    where exactness matters more than bytes.
     """
     config = {**spec.left_out, **config}
     refuse_other_caches(config, "plain keys and values in every layer", spec.claims)
@@ -83,39 +87,39 @@ def plain(spec: Plain, config: Config, own: str, dtype: str | Mapping[str, str] 
     head_dim = _head_dim(spec, config, heads)
     _refuse_other_shapes(config, kv_heads, head_dim)
     full, sliding, window = _layers_by_type(spec, config)
-    parts = [Part("", full, kv_heads * head_dim)]
+    parts = [AttentionLayers("", full, kv_heads * head_dim)]
     if sliding:
-        parts.append(Part("_window", sliding, kv_heads * head_dim, Lifetime.WINDOW))
-    return layout_of_parts(config, parts, own, dtype, window)
+        parts.append(AttentionLayers("_window", sliding, kv_heads * head_dim, Lifetime.WINDOW))
+    return layout_of_layers(config, parts, own, dtype, window)
 
 
-def layout_of_parts(
+def layout_of_layers(
     config: Config,
-    parts: Sequence[Part],
+    items: Sequence[AttentionLayers],
     own: str,
     dtype: str | Mapping[str, str] | None,
     window_tokens: int = 0,
 ) -> Layout:
-    """Return a layout with a group of keys and one of values for each part, the first named k and v."""
-    optional = [f"{plane}{part.suffix}" for part in parts[1:] for plane in "kv"]
+    """Return a layout with a group of keys and one of values for each item, the first named k and v."""
+    optional = [f"{kind}{each.suffix}" for each in items[1:] for kind in "kv"]
     formats = named_formats(own if dtype is None else dtype, ("k", "v"), optional)
     return Layout(
         model=label_of(config),
         groups=tuple(
             LayerGroup(
-                name=plane + part.suffix,
-                layers=part.layers,
-                values=part.values,
+                name=kind + each.suffix,
+                layers=each.layers,
+                values=each.values,
                 entry_format=entry_format(
                     formats.get(
-                        plane + part.suffix,
-                        formats[plane] if part.lifetime is Lifetime.GLOBAL else own,
+                        kind + each.suffix,
+                        formats[kind] if each.lifetime is Lifetime.GLOBAL else own,
                     )
                 ),
-                lifetime=part.lifetime,
+                lifetime=each.lifetime,
             )
-            for part in parts
-            for plane in "kv"
+            for each in items
+            for kind in "kv"
         ),
         window_tokens=window_tokens,
     )
@@ -176,7 +180,7 @@ OTHER_CACHES = {
     "per_layer_config": "a configuration for each layer",
     "use_bidirectional_attention": "attention in both directions",
 }
-"""Config fields that say a model does not cache plain keys and values in every layer."""
+"""Config fields of models that do not cache plain keys and values in every layer."""
 
 _HEAD_SHAPES = {
     "head_dim": ("v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim"),
@@ -186,11 +190,11 @@ _HEAD_SHAPES = {
         "num_key_value_heads_per_layer",
     ),
 }
-"""Config fields that give values, or some of the layers, heads of another shape."""
+"""Config fields that give another head shape to values or to some layers."""
 
 
 def refuse_other_caches(config: Config, expected: str, claims: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for a field that says a model caches what its type alone does not say."""
+    """Raise ``ConfigError`` for a field that changes the cache beyond the rules of the model type."""
     for name, meaning in OTHER_CACHES.items():
         if config.get(name) and name not in claims:
             msg = f"model type {type_of(config)} uses {meaning} ({name}), expected {expected}"
@@ -217,7 +221,7 @@ def _refuse_other_shapes(config: Config, kv_heads: int, head_dim: int) -> None:
 
 
 def refuse_other_layers(config: Config, count: int, expected: str) -> None:
-    """Raise ``ConfigError`` if ``layer_types`` names layers that do not attend to everything."""
+    """Raise ``ConfigError`` if ``layer_types`` has layers without full attention."""
     types = _layer_types(config, count)
     if any(kind not in (_FULL, "indexed_attention") for kind in types):
         msg = f"model type {type_of(config)} has layer types {brief(sorted(set(types)))}, expected {expected} alone"
@@ -225,7 +229,7 @@ def refuse_other_layers(config: Config, count: int, expected: str) -> None:
 
 
 def _layer_types(config: Config, count: int) -> list[str]:
-    """Return the types of all layers, none if the config has none."""
+    """Return the types of all layers; empty if the config has none."""
     types = config.get("layer_types") or []
     if not isinstance(types, (list, tuple)):
         msg = f"config field layer_types must be a list, found {brief(types)}"
@@ -237,7 +241,7 @@ def _layer_types(config: Config, count: int) -> list[str]:
 
 
 def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the ids of the layers of full attention, of those with a sliding window, and the window."""
+    """Return the ids of full-attention layers and of sliding-window layers, and the window size."""
     count = layer_count(config, *spec.layers)
     types = _layer_types(config, count)
     if any(kind not in (_FULL, _SLIDING) for kind in types):
@@ -254,17 +258,17 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
     if config.get("use_sliding_window") is False:
         msg = (
             f"model type {type_of(config)} has layers with a sliding window and use_sliding_window false, which "
-            "not every engine reads; expected one of both"
+            "not every engine reads; expected only one of them"
         )
         raise ConfigError(msg)
     if spec.slides is Slides.NONE:
-        msg = f"model type {type_of(config)} has {_SLIDING} in layer_types, which its class does not know"
+        msg = f"model type {type_of(config)} has {_SLIDING} in layer_types, which its class does not support"
         raise ConfigError(msg)
     full = tuple(layer for layer in owners if types[layer] == _FULL)
     if not full:
         msg = (
-            f"model type {type_of(config)} has {_SLIDING} in every layer, so nothing it caches is worth "
-            f"keeping; expected {_FULL} in some"
+            f"model type {type_of(config)} has {_SLIDING} in every layer, so there is no global KV to "
+            f"store; expected {_FULL} in some layer"
         )
         raise ConfigError(msg)
     sliding = tuple(layer for layer in owners if types[layer] == _SLIDING)
@@ -272,7 +276,7 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
 
 
 def _shared(spec: Plain, config: Config, count: int) -> int:
-    """Return how many of the last layers own no keys and values."""
+    """Return the number of last layers that own no keys and values."""
     if not spec.shares or not config.get(spec.shares):
         return 0
     shared = integer(config, spec.shares)
@@ -283,7 +287,7 @@ def _shared(spec: Plain, config: Config, count: int) -> int:
 
 
 def _has_window(spec: Plain, config: Config) -> bool:
-    """Tell whether a model has a window, or may have that of its class."""
+    """Return whether a model has a window, or may have the default of its class."""
     if _is_off(spec, config):
         return False
     may_be_left_out = spec.slides is Slides.STATED and "sliding_window" not in config
@@ -291,17 +295,17 @@ def _has_window(spec: Plain, config: Config) -> bool:
 
 
 def _is_off(spec: Plain, config: Config) -> bool:
-    """Tell whether a config switches its window off; only some classes read the field that says so."""
+    """Return whether a config switches its window off; only some classes read that field."""
     return "use_sliding_window" in spec.left_out and config.get("use_sliding_window") is False
 
 
 def _covers_context(config: Config) -> bool:
-    """Tell whether a window is longer than the longest context, so that nothing ever leaves it.
+    """Return whether a window is longer than the longest context, so that it covers all tokens.
 
-    One as long as the context would do for attention, but engines keep a row less than the window.
+    An equal length is not enough: engines keep one row less than the window.
     """
     window, context = config.get("sliding_window"), context_tokens(config)
-    if context is None or isinstance(window, bool) or not isinstance(window, int):
+    if context is None or not is_integer(window):
         return False
     return window > context
 
@@ -311,10 +315,8 @@ def _types_by_rule(spec: Plain, config: Config, count: int) -> list[str]:
     if spec.slides is Slides.EVERY:
         return [_SLIDING] * count
     if spec.slides is Slides.UPPER:
-        first = config.get("max_window_layers")
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            msg = f"config field max_window_layers must be an integer of at least 0, found {brief(first)}"
-            raise ConfigError(msg)
+        name = "max_window_layers"
+        first = checks.integer(config.get(name), f"config field {name}", error=ConfigError)
         return [_FULL if layer < first else _SLIDING for layer in range(count)]
     period = config.get("sliding_window_pattern")
     if period is None or spec.slides is Slides.NONE:
@@ -322,7 +324,7 @@ def _types_by_rule(spec: Plain, config: Config, count: int) -> list[str]:
             return [_FULL] * count
         msg = (
             f"model type {type_of(config)} has a sliding window of {brief(config.get('sliding_window'))} and no "
-            "layer_types that say which layers use it"
+            "layer_types; expected layer_types that name the layers with the window"
         )
         raise ConfigError(msg)
     period = integer(config, "sliding_window_pattern")

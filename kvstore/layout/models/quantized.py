@@ -1,4 +1,4 @@
-"""The number format in which a checkpoint says that its keys and values are cached."""
+"""Entry format of keys and values that a checkpoint's quantization config prescribes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kvstore.errors import ConfigError, brief
 from kvstore.layout.models.fields import Config
 
 _ALGORITHMS = {"fp8": "u8", "int8": "u8", "nvfp4": "nvfp4"}
-"""``kv_cache_quant_algo`` of ModelOpt as entry formats. FP8 and INT8 caches are bytes alone: their scales
-are of the checkpoint, one a layer. NVFP4 has an E4M3 scale for 16 values. Source: vLLM, ModelOpt."""
+"""``kv_cache_quant_algo`` of ModelOpt as entry formats. FP8 and INT8 caches are stored as bytes: their
+scales belong to the checkpoint, one a layer. NVFP4 has an E4M3 scale for each 16 values. Source: vLLM, ModelOpt."""
 _SCHEMES = {8: "u8", 4: "nvfp4"}
 """``num_bits`` of a ``kv_cache_scheme`` as entry formats, 4 only with groups of 16."""
 _STATIC = ("tensor", "channel", "attn_head", None)
 """Strategies of a ``kv_cache_scheme`` whose scales are not cached. Source: compressed-tensors."""
-_REMEDY = "say the format of its keys and values (--dtype, dtype=)"
+_REMEDY = "give the format of its keys and values (--dtype, dtype=)"
 
 
 def cache_format(configs: Sequence[Config], beside: Config | None) -> str | None:
-    """Return the entry format that a checkpoint's quantization gives its cache; None if it gives none.
+    """Return the entry format that a checkpoint's quantization prescribes for its cache, or None.
 
-    ``configs`` are a config and those it is nested in; ``beside`` is a ``hf_quant_config.json``.
+    ``configs`` are a config and the configs that contain it; ``beside`` is a ``hf_quant_config.json``.
 
     Raises:
-        ConfigError: if it is a format that is not known here.
+        ConfigError: for an unknown format.
     """
     for where in _quantizations(configs, beside):
         algorithm = where.get("kv_cache_quant_algo")
@@ -51,7 +51,7 @@ def _of_scheme(scheme: Any) -> str:
 
 
 def _quantizations(configs: Sequence[Config], beside: Config | None) -> Iterator[Config]:
-    """Give every object that may say it: ModelOpt nests its own in ``quantization``."""
+    """Yield all quantization configs; ModelOpt nests its own in ``quantization``."""
     named = [c.get(name) for c in configs for name in ("quantization_config", "compression_config")]
     for found in (*named, beside):
         if isinstance(found, Mapping):
@@ -62,5 +62,5 @@ def _quantizations(configs: Sequence[Config], beside: Config | None) -> Iterator
 
 
 def _refuse(name: str, found: object) -> str:
-    msg = f"{name} {brief(found)} is a format of keys and values that is not known here; {_REMEDY}"
+    msg = f"{name} {brief(found)} is an unknown format of keys and values; {_REMEDY}"
     raise ConfigError(msg)

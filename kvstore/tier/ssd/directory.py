@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import ConfigError, LayoutMismatch, StoreBusy, StoreError
-from kvstore.frame.format import FORMAT_VERSION
+from kvstore.frame.header import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from kvstore.engine.vllm.messages import StepPlan, Work
-from kvstore.frame.format import FrameFormat, head_sum
+from kvstore.frame.format import FrameFormat
+from kvstore.frame.header import head_sum
 from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.tier import Put, SsdTier
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model

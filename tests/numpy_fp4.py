@@ -1,10 +1,8 @@
-"""FP4 as its definition reads, in NumPy. It shares nothing with the C code but the results.
+"""NumPy reference of FP4, independent of the C code. Slow; tests compare both byte for byte.
 
 The C code rounds bits; this module counts thresholds. A code is the number of midpoints between
 neighbouring values that a magnitude has passed, where a midpoint before an odd code must be
 exceeded and one before an even code need only be reached: that is round to nearest, ties to even.
-
-Slow, and simple on purpose. Tests compare it with the C code byte for byte.
 """
 
 from __future__ import annotations
@@ -21,15 +19,19 @@ E4M3 = np.array(
     + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)]
 )[:0x7F]
 """Value of each scale code of NVFP4 up to the largest, 448 at 0x7E. Code 0x7F is NaN."""
+E4M3_BYTES = np.concatenate([np.append(E4M3, np.nan), -np.append(E4M3, np.nan)])
+"""Value of each E4M3 byte."""
+E8M0_BYTES = np.append(2.0 ** np.arange(-127, 128), np.nan)
+"""Value of each E8M0 byte."""
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 NAN_SCALE = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """Packed planes of a reference run, and what the packer met."""
+class QuantizedPlanes:
+    """Quantized planes, and counters of the input."""
 
-    nibbles: NDArray[np.uint8]
+    codes: NDArray[np.uint8]
     scales: NDArray[np.uint8]
     nan_blocks: int
     inf_values: int
@@ -43,7 +45,11 @@ def nearest_code(magnitudes: NDArray[np.float64], table: NDArray[np.float64]) ->
     midpoints = (table[:-1] + table[1:]) / 2
     exceeded = np.searchsorted(midpoints, magnitudes, side="left")
     reached = np.searchsorted(midpoints, magnitudes, side="right")
-    # They differ on a midpoint only, and then by one: one of the two is the even code.
+    return even_of(exceeded, reached)
+
+
+def even_of(exceeded: NDArray[np.int64], reached: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the even one of two counts that differ by one on a midpoint and nowhere else."""
     return np.where(exceeded % 2 == 0, exceeded, reached)
 
 
@@ -88,8 +94,8 @@ def pack(
     entry_format: str,
     scale_rule: str,
     global_scale: float = 1.0,
-) -> Packed:
-    """Pack the last axis.
+) -> QuantizedPlanes:
+    """Quantize the last axis.
 
     Shapes:
         values ``[..., n]``; nibbles ``[..., n / 2]``; scales ``[..., n / block]``.
@@ -117,8 +123,8 @@ def pack(
     codes[is_nan] = 0
     scales[is_nan] = NAN_SCALE[entry_format]
     codes = codes.reshape(values.shape)
-    return Packed(
-        nibbles=(codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8),
+    return QuantizedPlanes(
+        codes=(codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8),
         scales=scales,
         nan_blocks=int(is_nan.sum()),
         inf_values=int(np.isinf(blocks).sum()),
@@ -126,13 +132,8 @@ def pack(
 
 
 def scale_value(scales: NDArray[np.uint8], entry_format: str) -> NDArray[np.float64]:
-    """Return what each scale byte means, NaN included."""
-    if entry_format == "mxfp4":
-        values = np.append(2.0 ** np.arange(-127, 128), np.nan)
-    else:
-        positive = np.append(E4M3, np.nan)
-        values = np.concatenate([positive, -positive])
-    return values[scales]
+    """Return the value of each scale byte, NaN included."""
+    return (E8M0_BYTES if entry_format == "mxfp4" else E4M3_BYTES)[scales]
 
 
 def unpack(

@@ -1,35 +1,28 @@
-"""FP8 as its definition reads, in NumPy. It shares nothing with the C code but the results.
+"""NumPy reference of FP8, independent of the C code. Slow; tests compare both byte for byte.
 
-The C code divides and rounds bits; this module divides elements by powers of two only. By any other
+The C code divides and rounds bits; this module divides elements by powers of two only. For any other
 scale it counts thresholds: a code is the number of midpoints, times the scale, that a magnitude has
-passed. Those products are exact in float64, so nothing is rounded but what the definition rounds.
-
-Slow, and simple on purpose. Tests compare it with the C code byte for byte.
+passed. These products are exact in float64, so only the roundings of the definition occur.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codec.numpy_reference import E4M3, nearest_code
+from tests.numpy_fp4 import (
+    E4M3,
+    E4M3_BYTES,
+    E8M0_BYTES,
+    QuantizedPlanes,
+    even_of,
+    nearest_code,
+)
 
 LARGEST = np.finfo(np.float32).max
 LEAST = np.float32(2.0**-149)
 BLOCK = 32
 """Values that share a scale in ``mxfp8``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Packed planes of a reference run, and what the packer met."""
-
-    codes: NDArray[np.uint8]
-    scales: NDArray[np.uint8]
-    nan_blocks: int
-    inf_values: int
 
 
 def mxfp8_scale(amax: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -66,12 +59,11 @@ def nearest_multiple(
     for midpoint in (E4M3[:-1] + E4M3[1:]) / 2:
         exceeded += magnitudes > midpoint * factors
         reached += magnitudes >= midpoint * factors
-    # They differ on a midpoint only, and then by one: one of the two is the even code.
-    return np.where(exceeded % 2 == 0, exceeded, reached)
+    return even_of(exceeded, reached)
 
 
-def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -> Packed:
-    """Pack the last axis.
+def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -> QuantizedPlanes:
+    """Quantize the last axis.
 
     Shapes:
         values ``[..., n]``; codes ``[..., n]``; scales ``[..., n / 32]`` or ``[..., 4]``.
@@ -96,7 +88,7 @@ def pack(values: NDArray[np.float32] | NDArray[np.float16], entry_format: str) -
         scales = factors.astype("<f4").view(np.uint8)
     codes += 0x80 * np.signbit(blocks)
     codes[is_nan] = 0
-    return Packed(
+    return QuantizedPlanes(
         codes=codes.astype(np.uint8).reshape(values.shape),
         scales=scales.astype(np.uint8).reshape(*values.shape[:-1], scale_bytes),
         nan_blocks=int(is_nan.sum()),
@@ -112,11 +104,9 @@ def unpack(
     Shapes:
         codes ``[..., n]``; scales ``[..., n / 32]`` or ``[..., 4]``; result ``[..., n]``.
     """
-    positive = np.append(E4M3, np.nan)
-    elements = np.concatenate([positive, -positive])[codes]
+    elements = E4M3_BYTES[codes]
     if entry_format == "mxfp8":
-        meaning = np.append(2.0 ** np.arange(-127, 128), np.nan)
-        return np.asarray(elements * np.repeat(meaning[scales], BLOCK, axis=-1), np.float64)
+        return np.asarray(elements * np.repeat(E8M0_BYTES[scales], BLOCK, axis=-1), np.float64)
     with np.errstate(invalid="ignore"):  # a signalling NaN, and zero times infinity
         factors = np.ascontiguousarray(scales).view("<f4").astype(np.float64)
         return np.asarray(elements * factors, np.float64)

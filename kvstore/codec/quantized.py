@@ -1,8 +1,7 @@
-"""Packed formats for arrays and tensors: checks, shapes and memory around the C kernels.
+"""Quantized formats (FP4, FP8) for arrays and tensors: argument checks and memory around the C kernels.
 
-The last axis is packed to two planes, the codes of its values and the scales that they share. What
-the bytes of a plane mean is for the C kernels to know. The formats are normative in docs/format.md,
-section 3.
+The last axis is quantized to two planes: the codes of its values, and the scales that they share.
+docs/format.md, section 3, is normative for the formats.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from kvstore.codec.arrays import (
     is_remote,
     is_tensor,
     row_contiguous,
-    row_runs,
+    row_ranges,
     same_kind,
 )
-from kvstore.codec.protocol import Codec
+from kvstore.codec.protocol import GroupCodec
 from kvstore.errors import brief
-from kvstore.layout import FORMATS, SCALE_RULES, LayerGroup
+from kvstore.layout import FORMATS, SCALE_RULES
 
 if TYPE_CHECKING:
     import torch
@@ -46,22 +45,22 @@ BYTES = ("uint8",)
 
 @dataclass(slots=True)
 class PackStats:
-    """What a packer met. It adds to every number, so one object can sum over calls."""
+    """Counters of quantization. Calls add to them, so one object can sum over calls."""
 
     nan_blocks: int = 0
     """Blocks that held a NaN and were stored as all NaN; under ``fp8`` a row is one block."""
     inf_values: int = 0
-    """Infinities in the input. Outside a NaN block they were stored as the largest value."""
+    """Infinities in the input. Outside NaN blocks they were stored as the largest value."""
     is_measured: bool = False
-    """Whether packing is to measure its error too, which costs about as much again."""
+    """Whether to measure the error, which doubles the cost."""
     squared_error: float = 0.0
-    """Sum of the squares of what each value differs from what it unpacks to, in its own dtype."""
+    """Sum of the squared differences of values and their dequantized values, in the input dtype."""
     squared_values: float = 0.0
     """Sum of the squares of the values."""
 
     @property
     def relative_error(self) -> float:
-        """The relative root-mean-square error of what was packed while ``is_measured``.
+        """Relative root-mean-square error of the values quantized while ``is_measured``.
 
         0 for no values or only zeros; NaN if any value is NaN or infinite.
         """
@@ -72,33 +71,33 @@ class PackStats:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One packed format with its rule: rows of numbers to rows of codes and scales, and back.
+    """Quantized format with its scale rule: converts rows of numbers to codes and scales, and back.
 
     Invariants:
-        The format and the rule are checked: the rule is one of the format's.
+        The rule is one of the format's.
 
-    Threads: a kernel keeps no state.
+    Threads: any; a kernel has no state.
     """
 
     entry_format: str
     scale_rule: str
     global_scale: float = 1.0
-    """What every value is multiplied by; all rows share it."""
+    """Factor of every dequantized value, one for all rows."""
     level: str | None = None
     """One of ``native.levels()``; the default one if None."""
 
     @property
     def names(self) -> tuple[str, str]:
-        """What errors call the two planes."""
+        """Names of the two planes in errors."""
         return ("nibbles" if self.entry_format in native.FP4_FORMATS else "codes", "scales")
 
     def prepared(self, dtype: str) -> native.Prepared:
-        """Return the kernels for numbers of a dtype."""
+        """Return the C kernels for numbers of a dtype."""
         level = native.default_level() if self.level is None else self.level
         return native.prepare(self.entry_format, self.scale_rule, dtype, self.global_scale, level)
 
     def unpack_tensors(self, codes: torch.Tensor, scales: torch.Tensor, dtype: str) -> torch.Tensor:
-        """Unpack checked tensors on their device, to the bits of the C kernels."""
+        """Dequantize checked tensors on their device, bit for bit as the C kernels do."""
         from kvstore.codec import torch_decode
 
         if self.entry_format in native.FP8_FORMATS:
@@ -107,21 +106,10 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCodec(Codec):
-    """Entries are the plane of their codes, then the plane of their scales."""
+class QuantizedCodec(GroupCodec):
+    """Codec whose entries are the codes of their values, then the scales."""
 
-    group: LayerGroup
     kernel: Kernel
-
-    @property
-    @override
-    def values(self) -> int:
-        return self.group.values
-
-    @property
-    @override
-    def entry_bytes(self) -> int:
-        return self.group.entry_bytes
 
     @override
     def encode(
@@ -169,7 +157,7 @@ def plane_shapes(leading: tuple[int, ...], values: int, entry_format: str) -> li
     """Return the shapes of codes and scales of rows of ``values`` values.
 
     Raises:
-        ValueError: if the values do not fill blocks, or a row that has a scale has no value.
+        ValueError: if the values do not fill blocks, or rows that have a scale have no values.
     """
     block = FORMATS[entry_format].scale_block
     if block == 0 and values == 0:
@@ -192,13 +180,13 @@ def pack(
     out: tuple[Array, Array] | None = None,
     stats: PackStats | None = None,
 ) -> tuple[ArrayT, ArrayT]:
-    """Pack float32, float16 or bfloat16 values, and return their codes and scales.
+    """Quantize float32, float16 or bfloat16 values, and return their codes and scales.
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
-    Cost: reads the array where it lies, unless the last axis is not contiguous: then one copy. A
-        tensor on another device is copied to the host, and its result back: this synchronises.
+    Cost: reads the array in place, or a copy if the last axis is not contiguous. A tensor on another
+        device is copied to the host, and its result back: this synchronises.
     """
     given: object = out
     if given is not None and not (isinstance(given, Sequence) and len(given) == 2):
@@ -211,7 +199,7 @@ def pack(
     names = [f"out {name}" for name in kernel.names]
     planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))
     if is_remote(values):
-        # Packing belongs to the write path, which ends in host memory anyway.
+        # Quantization belongs to the write path, which ends in host memory anyway.
         return _to_device(pack(values.cpu(), kernel, stats=stats), values.device, planes, names)
     source = host_view(values, "values", FLOATS)
     shapes = plane_shapes(source.data.shape[:-1], source.data.shape[-1], kernel.entry_format)
@@ -224,19 +212,19 @@ def pack(
     data = row_contiguous(source.data)
     check_apart({**dict(zip(names, targets, strict=True)), "values": data})
     prepared = kernel.prepared(source.dtype)
-    for run in row_runs(data, *targets):
-        rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
-        met = prepared.pack(
+    for each in row_ranges(data, *targets):
+        rows = [native.Rows(*start) for start in zip(each.addresses, each.strides, strict=True)]
+        result = prepared.pack(
             *rows,
-            rows=run.rows,
+            rows=each.rows,
             row_values=data.shape[-1],
             is_measured=stats is not None and stats.is_measured,
         )
         if stats is not None:
-            stats.nan_blocks += met.nan_blocks
-            stats.inf_values += met.inf_values
-            stats.squared_error += met.squared_error
-            stats.squared_values += met.squared_values
+            stats.nan_blocks += result.nan_blocks
+            stats.inf_values += result.inf_values
+            stats.squared_error += result.squared_error
+            stats.squared_values += result.squared_values
     return planes
 
 
@@ -248,10 +236,10 @@ def unpack(
     dtype: DType = "bfloat16",
     out: Array | None = None,
 ) -> ArrayT:
-    """Unpack to float32, float16 or bfloat16: the exact product, rounded once.
+    """Dequantize to float32, float16 or bfloat16: the exact product, rounded once.
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
     Cost: as :func:`pack`, but tensors of another device are decoded there.
     """
@@ -266,9 +254,9 @@ def unpack(
         values = empty_like(codes, shape, target_dtype)
     target = _target_apart(values, shape, target_dtype, sources, kernel)
     prepared = kernel.prepared(target_dtype)
-    for run in row_runs(*sources, target):
-        rows = [native.Rows(*place) for place in zip(run.addresses, run.strides, strict=True)]
-        prepared.unpack(*rows, rows=run.rows, row_values=shape[-1])
+    for each in row_ranges(*sources, target):
+        rows = [native.Rows(*start) for start in zip(each.addresses, each.strides, strict=True)]
+        prepared.unpack(*rows, rows=each.rows, row_values=shape[-1])
     return values
 
 
@@ -282,10 +270,10 @@ def gather(
     dtype: DType = "bfloat16",
     out: Array | None = None,
 ) -> ArrayT:
-    """Unpack chosen entries of an array, or of a pool of pages through a page table.
+    """Dequantize chosen entries of an array, or of a pool of pages through a page table.
 
     Raises:
-        ValueError: naming what was found and what was expected; nothing was written then.
+        ValueError: naming what was found and expected; nothing was written.
 
     Cost: reads the chosen entries only. Tensors of another device are gathered there.
     """
@@ -302,9 +290,9 @@ def gather(
         )
     _check_indices(chosen, table, tuple(codes.shape[:-1]))
     if is_remote(codes) or is_remote(scales):
-        places = _places(chosen, table, codes)
+        selected = _rows_of(chosen, table, codes)
         rows = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1])
-        planes = rows[0].index_select(0, places), rows[1].index_select(0, places)
+        planes = rows[0].index_select(0, selected), rows[1].index_select(0, selected)
         return _unpack_remote(planes, kernel, target_dtype, values)
     sources = _host_planes((codes, scales), kernel)
     row_values = sources[0].shape[-1] * 8 // FORMATS[kernel.entry_format].value_bits
@@ -330,7 +318,7 @@ def gather(
 
 
 def _float_name(dtype: DType) -> str:
-    """Return the name of a dtype to unpack to. Raises ``ValueError`` for one that is no float."""
+    """Return the name of a float dtype. Raises ``ValueError`` for any other dtype."""
     name = dtype_name(dtype)
     if name not in FLOATS:
         raise ValueError(f"dtype must be {' or '.join(FLOATS)}, found {name}")
@@ -338,7 +326,7 @@ def _float_name(dtype: DType) -> str:
 
 
 def _host_planes(planes: Sequence[Array], kernel: Kernel) -> list[NDArray[np.generic]]:
-    """Return codes and scales as host memory whose rows can be read."""
+    """Return codes and scales as host memory with contiguous rows."""
     return [
         row_contiguous(host_view(plane, name, BYTES).data)
         for plane, name in zip(planes, kernel.names, strict=True)
@@ -352,24 +340,24 @@ def _target_apart(
     sources: Sequence[NDArray[np.generic]],
     kernel: Kernel,
 ) -> NDArray[np.generic]:
-    """Return the memory of an output of unpacking, apart from both planes, which may share theirs."""
+    """Return the memory of an output; it must not overlap the planes, which may overlap each other."""
     target = _target(values, "out", shape, dtype)
     for source, name in zip(sources, kernel.names, strict=True):
         check_apart({"out": target, name: source})
     return target
 
 
-def _places(
+def _rows_of(
     chosen: NDArray[np.int64], table: NDArray[np.int64] | None, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return which rows of a pool are chosen, as a tensor on the pool's device."""
+    """Return the row numbers of chosen entries in a pool, as a tensor on the pool's device."""
     import torch
 
-    places = chosen
+    rows = chosen
     if table is not None:
         entries = like.shape[1]
-        places = table[chosen // entries] * entries + chosen % entries
-    return torch.from_numpy(places).to(like.device)
+        rows = table[chosen // entries] * entries + chosen % entries
+    return torch.from_numpy(rows).to(like.device)
 
 
 def _indices(array: Array, role: str) -> NDArray[np.int64]:
@@ -398,10 +386,10 @@ def _check_indices(
 def _unpacked_shape(
     codes: tuple[int, ...], scales: tuple[int, ...], kernel: Kernel
 ) -> tuple[int, ...]:
-    """Return the shape of the values that planes of these shapes hold.
+    """Return the shape of the values in planes of these shapes.
 
     Raises:
-        ValueError: if the two do not belong together.
+        ValueError: if the shapes do not match.
     """
     values = codes[-1] * 8 // FORMATS[kernel.entry_format].value_bits
     expected = plane_shapes(codes[:-1], values, kernel.entry_format)[1]
@@ -414,11 +402,11 @@ def _unpacked_shape(
 
 
 def relative_error(values: ArrayT, kernel: Kernel) -> float:
-    """Return the relative root-mean-square error of packing values and unpacking them.
+    """Return the relative root-mean-square error of quantizing values.
 
     0 for no values or only zeros; NaN if any value is NaN or infinite.
 
-    Cost: packs to memory that it throws away, and measures.
+    Cost: quantizes to a temporary buffer, and measures.
     """
     stats = PackStats(is_measured=True)
     pack(values, kernel, stats=stats)
@@ -426,7 +414,7 @@ def relative_error(values: ArrayT, kernel: Kernel) -> float:
 
 
 def _target(out: Array, role: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
-    """Memory of a checked output. NumPy's uint16 may stand for bfloat16."""
+    """Return the memory of a checked output. NumPy's uint16 may represent bfloat16."""
     if is_remote(out):
         raise ValueError(f"{role} must be on the input's device, cpu, found {out.device}")
     bits = dtype == "bfloat16" and isinstance(out, np.ndarray) and out.dtype == np.uint16
@@ -436,17 +424,17 @@ def _target(out: Array, role: str, shape: tuple[int, ...], dtype: str) -> NDArra
 
 
 def _to_device(
-    packed: Sequence[torch.Tensor],
+    planes: Sequence[torch.Tensor],
     device: torch.device,
     out: Sequence[torch.Tensor] | None,
     names: Sequence[str],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move packed planes to a device, into ``out`` if that is given."""
+    """Move quantized planes to a device, into ``out`` if given."""
     if out is None:
-        return packed[0].to(device), packed[1].to(device)
-    for target, plane, name in zip(out, packed, names, strict=True):
+        return planes[0].to(device), planes[1].to(device)
+    for target, plane, name in zip(out, planes, names, strict=True):
         _check_remote(target, name, plane.shape, plane.dtype, device)
-    return out[0].copy_(packed[0]), out[1].copy_(packed[1])
+    return out[0].copy_(planes[0]), out[1].copy_(planes[1])
 
 
 def _check_remote(
