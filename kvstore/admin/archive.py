@@ -40,7 +40,7 @@ from kvstore.store.opening import StoreFormat, format_text, resolved, secret_of
 from kvstore.tier.ssd.directory import FORMAT_BYTES
 from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import BUSY, COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
-from kvstore.transfer.threads import BARRIER_SECONDS
+from kvstore.transfer.waiting import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1
 MANIFEST = "manifest.json"

@@ -40,7 +40,7 @@ from kvstore.tier.ssd.tier import (
     remedy,
     usage_of,
 )
-from kvstore.transfer.threads import unharmed
+from kvstore.transfer.interrupts import unharmed
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""

@@ -11,7 +11,7 @@ from kvstore.errors import ConfigError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
 from kvstore.tier.ssd import directory
-from kvstore.transfer.threads import unharmed
+from kvstore.transfer.interrupts import unharmed
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 

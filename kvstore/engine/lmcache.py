@@ -32,7 +32,7 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
 from kvstore.tier.ssd.directory import VERSION_FILE
-from kvstore.transfer.threads import TaskThread
+from kvstore.transfer.tasks import TaskThread
 
 try:
     from lmcache.lmcache_native import Bitmap

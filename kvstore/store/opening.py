@@ -26,7 +26,7 @@ from kvstore.layout import LayerGroup, Layout
 from kvstore.store.open_store import OpenStore
 from kvstore.tier.ssd import directory
 from kvstore.tier.ssd.tier import BIRTH_SECONDS, MEDIUM_ERRORS, SsdOptions, SsdTier, open_ssd
-from kvstore.transfer.threads import unharmed
+from kvstore.transfer.interrupts import unharmed
 
 T = TypeVar("T", bound=OpenStore)
 V = TypeVar("V")

@@ -28,7 +28,7 @@ from kvstore.store.namespaces import Line, Namespaces
 from kvstore.store.rebuild import rebuild
 from kvstore.tier.ssd.records import PLAUSIBLE_SEQUENCE, Record, Records
 from kvstore.tier.ssd.tier import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
-from kvstore.transfer.threads import QueuedBlock, Writer
+from kvstore.transfer.writer_thread import QueuedBlock, Writer
 
 logger = logging.getLogger(__name__)
 

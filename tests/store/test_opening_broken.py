@@ -38,7 +38,7 @@ from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
 from kvstore.tier.ssd import directory
 from kvstore.tier.ssd import tier as ssd_module
-from kvstore.transfer.threads import Writer
+from kvstore.transfer.writer_thread import Writer
 from tests.builders import Clock, snapshot_of
 from tests.stores import (
     BLOCK,

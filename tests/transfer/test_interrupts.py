@@ -15,7 +15,7 @@ import pytest
 from kvstore.store import opening
 from kvstore.tier.ssd.directory import owner_pid
 from kvstore.tier.ssd.tier import SsdTier
-from kvstore.transfer.threads import unharmed
+from kvstore.transfer.interrupts import unharmed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(4 * BLOCK + 1)
