@@ -28,7 +28,7 @@ from kvstore.store.namespaces import Line, Namespaces
 from kvstore.store.rebuild import rebuild
 from kvstore.tier.ssd.records import PLAUSIBLE_SEQUENCE, Record, Records
 from kvstore.tier.ssd.tier import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
-from kvstore.transfer.writer_thread import QueuedBlock, Writer
+from kvstore.transfer.commit_queue import CommitQueue, QueuedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class OwnedSsd:
         self.namespaces = Namespaces(context, ssd)
         self._rebuild(records)
         self._sweep()
-        self._writer: Writer[Ticket] = Writer(
+        self._writer: CommitQueue[Ticket] = CommitQueue(
             self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
         )
 

@@ -38,7 +38,7 @@ from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
 from kvstore.tier.ssd import directory
 from kvstore.tier.ssd import tier as ssd_module
-from kvstore.transfer.writer_thread import Writer
+from kvstore.transfer.commit_queue import CommitQueue
 from tests.builders import Clock, snapshot_of
 from tests.stores import (
     BLOCK,
@@ -71,15 +71,15 @@ def kept(cache: Scope, count: int = 4 * BLOCK + 1, seed: int = 0, **options: Any
 def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Keep every commit waiting until the event is set."""
     go = threading.Event()
-    next_batch = Writer._next_batch
+    next_batch = CommitQueue._next_batch
 
-    def wait(self: Writer[Any]) -> Any:
+    def wait(self: CommitQueue[Any]) -> Any:
         batch = next_batch(self)
         if isinstance(batch, list):
             go.wait(30)
         return batch
 
-    monkeypatch.setattr(Writer, "_next_batch", wait)
+    monkeypatch.setattr(CommitQueue, "_next_batch", wait)
     yield go
     go.set()
 

@@ -234,7 +234,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(owner.OwnedSsd, "_cap", limit)
     monkeypatch.setattr(
-        "kvstore.transfer.writer_thread.LINGER_SECONDS", 60.0
+        "kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0
     )  # a flush ends the wait
 
 

@@ -259,7 +259,7 @@ def test_it_holds_through_all_generations_of_a_namespace_together(tmp_path: Path
 def test_a_full_quota_takes_nothing_from_others_in_the_same_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.writer_thread.LINGER_SECONDS", 60.0)
+    monkeypatch.setattr("kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0)
     with open_cache(tmp_path / "s") as cache:
         mine, other = cache.scope(tenant("me"), ssd_quota=blocks(2)), cache.scope(tenant("other"))
         text, theirs = tokens_of(3 * BLOCK + 1, 1), tokens_of(8 * BLOCK + 1, 2)

@@ -1,4 +1,4 @@
-"""The writer thread of a tier: a queue of framed blocks and its commits in batches."""
+"""The commit queue of a tier: framed blocks that one writer thread commits in batches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class QueuedBlock(Generic[T]):
     """State shared by the blocks of one request."""
 
 
-class Writer(Generic[T]):
-    """The thread that writes one tier.
+class CommitQueue(Generic[T]):
+    """A bounded queue of blocks and the thread that commits them, the only one that writes the tier.
 
-    It calls ``commit`` with blocks in the order they were queued, parents before children.
+    The thread calls ``commit`` with blocks in the order they were queued, parents before children.
     ``commit`` may drop blocks, and handles errors of the medium itself. Any other exception is
     logged and kept in ``failure``, and the thread continues.
     """
@@ -87,7 +87,7 @@ class Writer(Generic[T]):
         return self._is_closing
 
     def submit(self, block: QueuedBlock[T]) -> bool:
-        """Queue a block; return whether it was accepted, which it is until the writer closes.
+        """Queue a block; return whether it was accepted, which it is until the queue closes.
 
         Callers wait for room first. Each may exceed the bound of the queue by one block.
         """
@@ -121,7 +121,7 @@ class Writer(Generic[T]):
         self._thread.join(BARRIER_SECONDS)
 
     def _next_batch(self) -> list[QueuedBlock[T]] | threading.Lock | None:
-        """Wait for work. Return a batch, a lock to release, or None when the writer has closed."""
+        """Wait for work. Return a batch, a lock to release, or None when the queue has closed."""
         with self._lock:
             self._changed.wait_for(lambda: self._items or self._is_closing)
             if not self._items:
