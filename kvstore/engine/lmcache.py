@@ -31,7 +31,7 @@ from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
-from kvstore.tier.ssd.directory import VERSION_FILE
+from kvstore.tier.ssd.files import VERSION_FILE
 from kvstore.transfer.tasks import TaskThread
 
 try:

@@ -18,7 +18,7 @@ from kvstore import BlockStore, ConfigError, Namespace, PrefixCache, StoreError
 from kvstore.admin.archive import export_store, import_store
 from kvstore.cache.scope import Scope
 from kvstore.cli.main import main
-from kvstore.tier.ssd.tier import usage_of
+from kvstore.tier.ssd.capacity import usage_of
 from tests.frame.test_at_rest import numbers, open_packed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
