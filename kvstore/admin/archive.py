@@ -45,7 +45,7 @@ from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import READ_BATCH
 from kvstore.tier.ssd.values import BUSY
 from kvstore.tier.ssd.version_file import FORMAT_BYTES
-from kvstore.transfer.waiting import BARRIER_SECONDS
+from kvstore.transfer.interrupts import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1
 MANIFEST = "manifest.json"
@@ -414,9 +414,7 @@ def _read_manifest(file: Path, members: _Members, first: _Member | None, target:
         msg = f"{what}: its format is no text of up to {FORMAT_BYTES} bytes"
         raise StoreError(msg)
     form, frames = admin.parse_frames(text)
-    if text != format_text(
-        form.layout, form.block_tokens, form.key_bytes, form.ssd_formats, form.secret
-    ):
+    if text != format_text(form):
         msg = f"{what}: its format is not spelled as a store spells it"
         raise StoreError(msg)
     secret = secret_of(target, text)

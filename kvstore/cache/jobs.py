@@ -22,10 +22,9 @@ from kvstore.frame.format import Frames, Wave
 from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
 from kvstore.store.context import Context
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import BARRIER_SECONDS, unharmed
 from kvstore.transfer.job import Job
 from kvstore.transfer.tasks import TaskThread
-from kvstore.transfer.waiting import BARRIER_SECONDS
 
 if TYPE_CHECKING:
     from kvstore.tier.paged import PagedEntries

@@ -27,7 +27,7 @@ from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.store.opening import resolved, tier_opening
 from kvstore.store.registry import Sharing, share, unshare
-from kvstore.store.store_format import StoreFormat, format_text
+from kvstore.store.store_format import StoreFormat
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import SsdOptions
 from kvstore.tier.window import WindowPool
@@ -259,16 +259,8 @@ def _opening(
             request_share=options.request_share,
         )
 
-    return tier_opening(
-        directory,
-        role,
-        StoreFormat(options.layout, options.block_tokens, ssd_formats=options.ssd_formats),
-        build,
-        frame_bytes=frame_format.frame_bytes,
-        capacity_bytes=options.ssd_bytes,
-        preallocate=options.preallocate,
-        has_secret=options.secret,
-    )
+    form = StoreFormat(options.layout, options.block_tokens, ssd_formats=options.ssd_formats)
+    return tier_opening(directory, role, options, form, frame_format.frame_bytes, build)
 
 
 def _device(value: object, name: str) -> str:
@@ -354,6 +346,3 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "request_share": share_of,
 }
 """The check of each option: takes the value and its name, raises ``ConfigError``."""
-
-
-__all__ = ["PrefixCache", "format_text", "size_bytes"]

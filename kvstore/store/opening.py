@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvstore.errors import ConfigError, StoreError, brief
 from kvstore.identity.hash import secret_fingerprint
@@ -38,31 +39,25 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 def tier_opening(
     path: Path,
     role: Literal["auto", "owner", "reader"],
+    options: Any,
     form: StoreFormat,
-    build: Callable[[SsdTier, bytes | None], T],
-    *,
     frame_bytes: int,
-    capacity_bytes: int,
-    preallocate: bool,
-    has_secret: bool,
+    build: Callable[[SsdTier, bytes | None], T],
 ) -> tuple[SsdOptions, Callable[[SsdTier], T]]:
     """Return the options of the tier of a store, and the function that builds the store on it.
 
-    ``form`` is the format without its secret. ``build`` takes the tier and the secret.
-
-    Raises:
-        ConfigError, LayoutMismatch, StoreBusy, StoreError: as ``secret_for``.
+    ``options`` has ``ssd_bytes``, ``preallocate`` and ``secret`` of the opening; ``form`` is the format
+    without its secret. ``build`` takes the tier and the secret. Raises as ``secret_for``.
     """
-    secret = secret_for(path, role, is_wanted=has_secret)
-    fingerprint = secret_fingerprint(secret) if secret else ""
-    options = SsdOptions(
-        capacity_bytes=capacity_bytes,
+    secret = secret_for(path, role, is_wanted=options.secret)
+    ssd_options = SsdOptions(
+        capacity_bytes=options.ssd_bytes,
         frame_bytes=frame_bytes,
         format_text=format_text(
-            *(form.layout, form.block_tokens, form.key_bytes, form.ssd_formats, fingerprint)
+            replace(form, secret=secret_fingerprint(secret)) if secret else form
         ),
         role=role,
-        preallocate=preallocate,
+        preallocate=options.preallocate,
         is_mixed=bool(form.ssd_formats),
     )
 
@@ -71,15 +66,11 @@ def tier_opening(
             ssd.set_fact("layout", form.layout.model.encode(errors="replace"))
         return build(ssd, secret)
 
-    return options, build_named
+    return ssd_options, build_named
 
 
 def take_over(path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) -> T:
-    """Open the tier of a directory and build an open store on it; try again if it proves broken.
-
-    Raises:
-        ConfigError, LayoutMismatch, StoreBusy, StoreError: as ``open_ssd``.
-    """
+    """Open the tier of a directory and build an open store on it; once more if it proves broken."""
     for is_last in (False, True):
         ssd, set_aside = open_ssd(path, options, tier_class)
         try:

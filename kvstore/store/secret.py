@@ -12,7 +12,7 @@ from typing import Literal
 from kvstore.errors import ConfigError, LayoutMismatch, StoreError
 from kvstore.identity.hash import secret_fingerprint
 from kvstore.tier.ssd.directory import prepare, refuse_links, require_store, tighten
-from kvstore.tier.ssd.files import LOOK, PARTIAL_SECRET, SECRET_FILE, VERSION_FILE, write_file
+from kvstore.tier.ssd.files import LOOK, SECRET_FILE, VERSION_FILE, write_file
 from kvstore.tier.ssd.opening import BIRTH_SECONDS
 from kvstore.tier.ssd.owner_lock import busy, try_lock
 from kvstore.tier.ssd.version_file import has_format, read_format
@@ -106,7 +106,7 @@ def _make_secret(path: Path) -> bool:
         return False
     try:
         if not (path / SECRET_FILE).exists() and not (path / VERSION_FILE).exists():
-            write_file(path, SECRET_FILE, PARTIAL_SECRET, os.urandom(SECRET_BYTES))
+            write_file(path, SECRET_FILE, os.urandom(SECRET_BYTES))
     finally:
         os.close(lock)
     return True

@@ -13,13 +13,23 @@ from kvstore.tier.ssd.version_file import FORMAT_BYTES
 
 V = TypeVar("V")
 
+_GROUP_FIELDS: Mapping[str, type] = {
+    "name": str,
+    "layers": list,
+    "values": int,
+    "entry_format": str,
+    "scale_rule": str,
+    "tokens_per_entry": int,
+}
+"""Fields of a group in the text, in their order."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreFormat:
     """The format that the ``VERSION`` file of a store describes."""
 
     layout: Layout
-    """Its GLOBAL groups."""
+    """Of its groups, those that are GLOBAL are stored."""
     block_tokens: int
     key_bytes: int = 0
     """Longest key of a store of callers' own keys, 0 for a store of tokens."""
@@ -29,33 +39,22 @@ class StoreFormat:
     """Fingerprint of the secret that block hashes depend on, empty for none."""
 
 
-def format_text(
-    layout: Layout,
-    block_tokens: int,
-    key_bytes: int = 0,
-    ssd_formats: Mapping[str, str] | None = None,
-    secret: str = "",
-) -> str:
+def format_text(form: StoreFormat) -> str:
     """Return the format of a store as one line of JSON. Equal text means equal frames."""
-    groups = [
-        {
-            "name": group.name,
-            "layers": list(group.layers),
-            "values": group.values,
-            "entry_format": group.entry_format,
-            "scale_rule": group.scale_rule,
-            "tokens_per_entry": group.tokens_per_entry,
-        }
-        for group in layout.global_groups
-    ]
     text: dict[str, Any] = {
-        "fingerprint": layout.fingerprint,
-        "block_tokens": block_tokens,
-        "groups": groups,
+        "fingerprint": form.layout.fingerprint,
+        "block_tokens": form.block_tokens,
+        "groups": [
+            {name: getattr(group, name) for name in _GROUP_FIELDS}
+            for group in form.layout.global_groups
+        ],
     }
-    text |= {"key_bytes": key_bytes} if key_bytes else {}
-    text |= {"ssd_formats": dict(sorted(ssd_formats.items()))} if ssd_formats else {}
-    text |= {"secret": secret} if secret else {}
+    more = {
+        "key_bytes": form.key_bytes,
+        "ssd_formats": dict(sorted(form.ssd_formats.items())),
+        "secret": form.secret,
+    }
+    text |= {name: value for name, value in more.items() if value}
     return json.dumps(text, separators=(",", ":"))
 
 
@@ -88,17 +87,12 @@ def parse_format(text: str) -> StoreFormat:
 
 
 def _group(found: Mapping[str, Any]) -> LayerGroup:
-    layers = _value(found, "layers", list)
-    if any(type(layer) is not int for layer in layers):
-        raise TypeError(f"layers are {layers!r:.40}, expected integers")
-    return LayerGroup(
-        name=_value(found, "name", str),
-        layers=tuple(layers),
-        values=_value(found, "values", int),
-        entry_format=_value(found, "entry_format", str),
-        tokens_per_entry=_value(found, "tokens_per_entry", int),
-        scale_rule=_value(found, "scale_rule", str),
-    )
+    values: dict[str, Any] = {
+        name: _value(found, name, kind) for name, kind in _GROUP_FIELDS.items()
+    }
+    if any(type(layer) is not int for layer in values["layers"]):
+        raise TypeError(f"layers are {values['layers']!r:.40}, expected integers")
+    return LayerGroup(**values | {"layers": tuple(values["layers"])})
 
 
 def _value(found: Mapping[str, Any], name: str, kind: type[V], *default: V) -> V:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvstore.identity.block import BlockKey
-from kvstore.transfer.waiting import BARRIER_SECONDS, taken_lock, wait_released
+from kvstore.transfer.interrupts import BARRIER_SECONDS, taken_lock, wait_released
 
 logger = logging.getLogger(__name__)
 

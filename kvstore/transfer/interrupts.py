@@ -1,4 +1,8 @@
-"""Calls that Ctrl-C does not leave half done."""
+"""Calls that Ctrl-C does not leave half done, and waiting that it may interrupt anywhere.
+
+A signal may interrupt the main thread between any two instructions. Code of this package enters an
+``RLock`` itself, which is one instruction, and not its condition, which is a call.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,30 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvstore.transfer.waiting import taken_lock
+from kvstore.errors import StoreError
 
 T = TypeVar("T")
+
+BARRIER_SECONDS = 120.0
+"""Deadline of a flush. A disk that takes longer counts as failed."""
+
+
+def taken_lock() -> threading.Lock:
+    """Return an acquired lock, which another thread releases once: an event that is waited for.
+
+    An acquire is one instruction. A ``threading.Event`` enters a condition: a thread that is
+    interrupted inside it blocks the thread that sets the event.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def wait_released(lock: threading.Lock, subject: str, media: str) -> None:
+    """Wait until ``lock`` is released. Raises ``StoreError`` after ``BARRIER_SECONDS``."""
+    if not lock.acquire(timeout=BARRIER_SECONDS):
+        msg = f"{subject} did not finish within {BARRIER_SECONDS:.0f} s; is the {media} stalled?"
+        raise StoreError(msg)
 
 
 class _Call(Generic[T]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvstore.checks import integer, text
 from kvstore.errors import StoreError
-from kvstore.transfer.waiting import BARRIER_SECONDS
+from kvstore.transfer.interrupts import BARRIER_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvstore.transfer.waiting import BARRIER_SECONDS, taken_lock, wait_released
+from kvstore.transfer.interrupts import BARRIER_SECONDS, taken_lock, wait_released
 
 
 class TaskThread:

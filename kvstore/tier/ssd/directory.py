@@ -12,17 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import ConfigError, StoreError
+from kvstore.tier.ssd import files
 from kvstore.tier.ssd.file_system import check_file_system
-from kvstore.tier.ssd.files import (
-    DATA_FILE,
-    FILES,
-    LOCK_FILE,
-    PARTIAL_SECRET,
-    PARTIAL_VERSION,
-    SECRET_FILE,
-    VERSION_FILE,
-    sync_folder,
-)
+from kvstore.tier.ssd.files import DATA_FILE, FILES, VERSION_FILE
 from kvstore.tier.ssd.quarantine import is_set_aside
 
 logger = logging.getLogger(__name__)
@@ -44,7 +36,7 @@ def prepare(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in made:
-            sync_folder(folder.parent)
+            files.sync_folder(folder.parent)
     except OSError as error:
         msg = f"{path} cannot be created: {error.strerror}; choose a path you can write to"
         raise ConfigError(msg) from error
@@ -121,7 +113,7 @@ def refuse_links(path: Path) -> None:
 def require_store_or_empty(path: Path) -> None:
     """Raise ``StoreError`` if ``path`` holds files but is no store."""
     if not (path / VERSION_FILE).exists():
-        known = {LOCK_FILE, PARTIAL_VERSION, SECRET_FILE, PARTIAL_SECRET}
+        known = {files.LOCK_FILE, files.SECRET_FILE, *files.PARTIAL_FILES}
         names = (item.name for item in path.iterdir())
         strangers = sorted(n for n in names if n not in known and not is_set_aside(path, n))
         # Checked again: another process may have become the owner and made the store meanwhile.

@@ -14,9 +14,9 @@ LOCK_FILE = "owner.lock"
 MAP_LOCK_FILE = "lock.mdb"
 VERSION_FILE = "VERSION"
 SECRET_FILE = "secret"  # noqa: S105 - the name of a file
-PARTIAL_SECRET = "secret.partial"  # noqa: S105
-PARTIAL_VERSION = "VERSION.partial"
-"""``VERSION`` while it is written. A process killed during the write leaves it behind."""
+_PARTIAL = ".partial"
+"""Suffix of a file while it is written. A process killed during the write leaves it behind."""
+PARTIAL_FILES = (VERSION_FILE + _PARTIAL, SECRET_FILE + _PARTIAL)
 FILES = (DATA_FILE, MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE)
 _COPY_FOLDER = "compacting"
 """Folder of a compacted copy: inside the store, because a rename must stay in one file system."""
@@ -24,9 +24,9 @@ LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags to open a file of unknown type: they neither wait for a pipe nor follow a link."""
 
 
-def write_file(path: Path, name: str, partial_name: str, content: bytes) -> None:
+def write_file(path: Path, name: str, content: bytes) -> None:
     """Write a small file of a store, durably and atomically. For the owner alone."""
-    partial = path / partial_name
+    partial = path / (name + _PARTIAL)
     _remove(partial)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:

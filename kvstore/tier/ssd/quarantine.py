@@ -8,14 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvstore.tier.ssd.files import (
-    DATA_FILE,
-    MAP_LOCK_FILE,
-    PARTIAL_SECRET,
-    SECRET_FILE,
-    VERSION_FILE,
-    write_file,
-)
+from kvstore.tier.ssd import files
 
 _SUFFIX = re.compile(r"\.bad-\d{8}T\d{6}")
 
@@ -37,7 +30,7 @@ def set_aside(path: Path) -> Path:
     except OSError:
         target = path / name
         target.mkdir(mode=0o700)
-        for item in (DATA_FILE, MAP_LOCK_FILE, VERSION_FILE):
+        for item in (files.DATA_FILE, files.MAP_LOCK_FILE, files.VERSION_FILE):
             if (path / item).exists():
                 (path / item).rename(target / item)
         _copy_secret(path, target)
@@ -49,7 +42,7 @@ def set_aside(path: Path) -> Path:
 
 def _copy_secret(source: Path, target: Path) -> None:
     with suppress(FileNotFoundError):
-        write_file(target, SECRET_FILE, PARTIAL_SECRET, (source / SECRET_FILE).read_bytes())
+        files.write_file(target, files.SECRET_FILE, (source / files.SECRET_FILE).read_bytes())
 
 
 def is_set_aside(path: Path, name: str) -> bool:

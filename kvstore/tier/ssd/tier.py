@@ -36,20 +36,8 @@ from numpy.typing import NDArray
 
 from kvstore.errors import StoreError
 from kvstore.identity.block import KEY_BYTES, BlockKey
-from kvstore.tier.ssd import btree, files, owner_lock
-from kvstore.tier.ssd.capacity import (
-    OVERHEAD_PAGES,
-    PAGE_BYTES,
-    PAGE_HEADER_BYTES,
-    TREE_PAGES_PER_BLOCK,
-    commit_blocks,
-    delete_blocks,
-    pages_of,
-    queue_blocks,
-    spare_bytes,
-    usage_of,
-    watermarks,
-)
+from kvstore.tier.ssd import btree, capacity, files, owner_lock
+from kvstore.tier.ssd.capacity import PAGE_BYTES, PAGE_HEADER_BYTES, pages_of
 from kvstore.tier.ssd.database import allocate, environment, try_open
 from kvstore.tier.ssd.faults import DAMAGE, MEDIUM_ERRORS, NO_ROOM, code_of, is_map_full, passes
 from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records, location_of
@@ -94,12 +82,13 @@ class SsdTier:
         self.options = options
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
-        self.commit_blocks = commit_blocks(options.capacity_bytes, options.frame_bytes)
-        self._reach_bytes = spare_bytes(options.capacity_bytes, options.frame_bytes)
+        sizes = options.capacity_bytes, options.frame_bytes
+        self.commit_blocks = capacity.commit_blocks(*sizes)
+        self._reach_bytes = capacity.spare_bytes(*sizes)
         """Bytes that a commit adds to the file, at most."""
-        self.delete_blocks = delete_blocks(options.capacity_bytes, options.frame_bytes)
-        self.queue_blocks = queue_blocks(options.capacity_bytes, options.frame_bytes)
-        self.high_bytes, self.low_bytes = watermarks(options)
+        self.delete_blocks = capacity.delete_blocks(*sizes)
+        self.queue_blocks = capacity.queue_blocks(*sizes)
+        self.high_bytes, self.low_bytes = capacity.watermarks(options)
         self.usage: Counter[int] = Counter()
         """Bytes that the frames of each namespace take: counted from the records by the owner, and
         updated by each commit."""
@@ -390,12 +379,12 @@ class SsdTier:
                 txn.put(_SEQUENCE.pack(item.record.sequence), item.key, db=self._age)
 
         self._change(write, buffers=True)
-        self.usage.update(usage_of(item.record for item in puts))
+        self.usage.update(capacity.usage_of(item.record for item in puts))
         self._uncount(replaced)
 
     def _uncount(self, gone: Iterable[Record]) -> None:
         """Subtract deleted records from the usage."""
-        less = usage_of(gone, self.options.frame_bytes)
+        less = capacity.usage_of(gone, self.options.frame_bytes)
         self.usage.subtract(less)
         for number in less:
             if self.usage[number] <= 0:
@@ -471,7 +460,7 @@ class SsdTier:
         code = code_of(error)
         if code in NO_ROOM or is_map_full(error):
             return True
-        wanted = (blocks + 1) * (self.block_bytes + TREE_PAGES_PER_BLOCK * PAGE_BYTES)
+        wanted = (blocks + 1) * (self.block_bytes + capacity.TREE_PAGES_PER_BLOCK * PAGE_BYTES)
         return code == errno.EIO and not self._can_grow(wanted)
 
     def _can_grow(self, wanted: int) -> bool:
@@ -615,7 +604,7 @@ class SsdTier:
                 f"of {self.capacity_bytes} allows for: evict or unpin, or give it more ssd_bytes"
             )
             raise StoreError(msg)
-        needed = live + self.block_count * _HINT_BYTES + OVERHEAD_PAGES * PAGE_BYTES
+        needed = live + self.block_count * _HINT_BYTES + capacity.OVERHEAD_PAGES * PAGE_BYTES
         facts = os.statvfs(self.path)
         free = facts.f_bavail * facts.f_frsize
         if free < needed:

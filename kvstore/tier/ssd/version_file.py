@@ -8,7 +8,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError, LayoutMismatch, StoreError
 from kvstore.frame.format import FORMAT_VERSION
 from kvstore.tier.ssd.directory import refuse_links
-from kvstore.tier.ssd.files import PARTIAL_VERSION, VERSION_FILE, write_file
+from kvstore.tier.ssd.files import VERSION_FILE, write_file
 
 FORMAT_BYTES = 16 << 10
 """Largest format text: 5,000 layers. The cost of laying out a frame is quadratic in layers."""
@@ -70,8 +70,7 @@ def claim_format(path: Path, format_text: str) -> None:
             )
             raise ConfigError(msg)
         # Before the database exists: a database without VERSION is not recognised as a store.
-        content = f"{_FIRST_LINE}\n{format_text}\n".encode()
-        write_file(path, VERSION_FILE, PARTIAL_VERSION, content)
+        write_file(path, VERSION_FILE, f"{_FIRST_LINE}\n{format_text}\n".encode())
 
 
 def _difference(found: str, expected: str) -> str:

@@ -97,7 +97,7 @@ def test_the_head_of_a_value_is_looked_at_and_its_bytes_are_not(store: Path) -> 
         spoiled[page * 4096 + at] ^= 1
         data.write_bytes(spoiled)
         assert tree.look(data).problem == ""
-        expected = f"page {page} does not begin as a value" if is_bad else ""
+        expected = f"page {page} is not the head of a value" if is_bad else ""
         assert tree.problem_of_heads(data, values, None) == expected
     with pytest.raises(TimeoutError):
         tree.problem_of_heads(data, values, -1.0)
