@@ -216,8 +216,8 @@ class KeyedBlocks(OpenStore):
         bad: list[tuple[NamedBlock, str]] = []
         if not wanted:
             return self._counted(good, 0.0)
-        asked = [blocks[place] for place in wanted]
-        target = self._frames.apart_target([targets[place] for place in wanted])
+        asked = [blocks[i] for i in wanted]
+        target = self._frames.apart_target([targets[i] for i in wanted])
         # Checked before the copy: a target contains the block or stays unchanged.
         reader = self._frames.reader(target, any_parent=True, checks_first=True)
         done = 0
@@ -240,8 +240,8 @@ class KeyedBlocks(OpenStore):
         while done < len(asked):
             keys = [block.key for block in asked[done:]]
             result = self.ssd.read(keys, take, takers)
-            for place in wanted[done : done + result.count]:
-                good[place] = True
+            for i in wanted[done : done + result.count]:
+                good[i] = True
             done += result.count
             if result.fault is not None:
                 bad.append((asked[done], result.fault))
@@ -301,7 +301,7 @@ class KeyedBlocks(OpenStore):
                 found.append((key, key_of(form.tokens(frame))))
 
         try:
-            self.ssd.look([key for key, _ in self.ssd.records()], take)
+            self.ssd.visit([key for key, _ in self.ssd.records()], take)
         except MEDIUM_ERRORS as error:
             msg = f"the store at {self.ssd.path} cannot be read: {error}"
             raise StoreError(msg) from error

@@ -70,7 +70,7 @@ def tier_opening(
 
 
 def take_over(path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) -> T:
-    """Open the tier of a directory and build an open store on it; once more if it proves broken."""
+    """Open the tier of a directory and build an open store on it. A broken store is retried once."""
     for is_last in (False, True):
         ssd, set_aside = open_ssd(path, options, tier_class)
         try:

@@ -171,7 +171,7 @@ def _new_share(entry: _SharedStore) -> Share[Any]:
 
 
 def _on_dropped(shared: OpenStore) -> None:
-    """Let a thread close a store whose last share was dropped unreleased, as by an interrupt.
+    """Start a thread that closes a store whose last share was dropped, as by an interrupt.
 
     Runs where a reference ends, perhaps under any lock: it takes no lock and waits for nothing.
     """

@@ -58,7 +58,7 @@ def secret_for(
     except OSError as error:
         if not is_wanted:
             return None  # the opening fails on the same error, and reports more
-        msg = f"the secret of {path} cannot be made: {error.strerror}; free what is short or use another path"
+        msg = f"the secret of {path} cannot be made: {error.strerror}; free disk space or use another path"
         raise StoreError(msg) from error
 
 

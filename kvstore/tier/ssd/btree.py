@@ -90,7 +90,7 @@ NO_TREES = Trees("", np.empty(0, _VALUE))
 """The result for a file that does not exist yet."""
 
 
-def look(file: Path) -> Trees:
+def check(file: Path) -> Trees:
     """Check the trees of ``file``, to which no process writes.
 
     Raises:
@@ -98,7 +98,7 @@ def look(file: Path) -> Trees:
     """
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return Trees("", _look(fd))
+        return Trees("", _check_file(fd))
     except _BrokenError as problem:
         return Trees(str(problem), np.empty(0, _VALUE))
     finally:
@@ -171,7 +171,7 @@ class _Meta(NamedTuple):
     transaction: int
 
 
-def _look(fd: int) -> NDArray[np.void]:
+def _check_file(fd: int) -> NDArray[np.void]:
     """Check the trees of a file; return the pages of their values. Raises ``_BrokenError``."""
     free, main, last_page, transaction = max(
         (_meta(fd, number) for number in range(_METAS)), key=lambda meta: meta.transaction
@@ -188,18 +188,18 @@ def _look(fd: int) -> NDArray[np.void]:
     walk.used = ffi.from_buffer("uint8_t[]", used, require_writable=True)
     walk.named, walk.named_room = named, _DATABASES
     values = [
-        _check(walk, free, lib.KVSTORE_TREE_FREE, "of free lists"),
-        _check(walk, main, lib.KVSTORE_TREE_NAMED, "of databases"),
+        _check_tree(walk, free, lib.KVSTORE_TREE_FREE, "of free lists"),
+        _check_tree(walk, main, lib.KVSTORE_TREE_NAMED, "of databases"),
     ]
     values += [
-        _check(walk, named[number], lib.KVSTORE_TREE_VALUES, str(number))
+        _check_tree(walk, named[number], lib.KVSTORE_TREE_VALUES, str(number))
         for number in range(walk.named_count)
     ]
     _demand(walk.used_pages == pages - _METAS, "pages belong to no tree")
     return np.concatenate(values)
 
 
-def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]:
+def _check_tree(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]:
     """Check one tree, depth by depth; return the pages of its values."""
     _demand(
         tree.depth <= _DEEPEST and (tree.depth == 0) == (tree.root == _NOWHERE),
@@ -216,7 +216,7 @@ def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]
         below = np.empty(room, np.uint64)
         walk.below = ffi.from_buffer("uint64_t[]", below, require_writable=True)
         walk.below_room = room
-        _look_ahead(walk.file, pages)
+        _read_ahead(walk.file, pages)
         fault = lib.kvstore_check_level(
             walk, ffi.from_buffer("uint64_t[]", pages), len(pages), kind, is_leaf
         )
@@ -234,7 +234,7 @@ def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]
     return values
 
 
-def _look_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
+def _read_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
     """Read ahead the pages of the next depth, in the order of the file, near ones in one read."""
     pages = np.sort(pages)
     begins = np.flatnonzero(np.diff(pages // _WINDOW, prepend=_NOWHERE))

@@ -99,7 +99,7 @@ def environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Envi
 
 def _trees(path: Path) -> btree.Trees:
     file = path / DATA_FILE
-    return btree.look(file) if file.exists() and file.stat().st_size else btree.NO_TREES
+    return btree.check(file) if file.exists() and file.stat().st_size else btree.NO_TREES
 
 
 def _problem_of_heads(
@@ -121,7 +121,7 @@ def _problem_of_heads(
 
 
 def cut_off(path: Path, env: lmdb.Environment) -> str:
-    """Return the problem of a file whose end is missing: a touch of the map there is SIGBUS."""
+    """Return the problem of a file whose end is missing: an access through the map there is SIGBUS."""
     needed = (int(env.info()["last_pgno"]) + 1) * PAGE_BYTES
     size = (path / DATA_FILE).stat().st_size  # after `needed`: an owner may extend it
     if size >= needed or not env.stat()["entries"]:

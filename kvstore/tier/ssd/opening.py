@@ -77,7 +77,7 @@ def _advice(error: Exception, options: SsdOptions) -> str:
         return "give this user write permission there, which readers need too, or use another path"
     if "Cannot allocate memory" in str(error):
         return f"ssd_bytes is {options.capacity_bytes}, more than can be mapped here: choose less"
-    return "free what is short or use another path"
+    return "free disk space, memory or descriptors, or use another path"
 
 
 def _open(

@@ -221,7 +221,7 @@ class SsdTier:
                     return count
         return len(keys)
 
-    def look(self, keys: Sequence[BlockKey], take: Callable[[BlockKey, memoryview], None]) -> None:
+    def visit(self, keys: Sequence[BlockKey], take: Callable[[BlockKey, memoryview], None]) -> None:
         """Call ``take`` with each frame of ``keys`` that is stored, unchecked; it must not keep it.
 
         Only the pages of a frame that ``take`` accesses are read.

@@ -17,8 +17,7 @@ import lmdb
 import pytest
 
 from kvstore import ConfigError, StoreError
-from kvstore.tier.ssd import btree as tree
-from kvstore.tier.ssd import database, file_system
+from kvstore.tier.ssd import btree, database, file_system
 from kvstore.tier.ssd import tier as ssd_module
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
@@ -238,7 +237,7 @@ def unclean(path: Path) -> None:
 def spoil_a_value(path: Path) -> None:
     """Break the head of a payload, which LMDB believes when it frees its pages."""
     data = path / "data.mdb"
-    page = int(tree.look(data).values["page"][-1])
+    page = int(btree.check(data).values["page"][-1])
     whole = bytearray(data.read_bytes())
     struct.pack_into("<I", whole, page * 4096 + 12, 1000)
     data.write_bytes(whole)
@@ -269,7 +268,7 @@ def test_a_look_that_takes_too_long_is_given_up_and_said(
         raise TimeoutError
 
     unclean(tmp_path / "s")
-    monkeypatch.setattr(tree, "problem_of_heads", slow)
+    monkeypatch.setattr(btree, "problem_of_heads", slow)
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
     messages = [record.message for record in caplog.records]
