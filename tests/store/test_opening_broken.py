@@ -36,6 +36,7 @@ from kvstore import (
 from kvstore.cache.scope import Scope
 from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
+from kvstore.store import opening
 from kvstore.tier.ssd.files import LOCK_FILE
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.transfer.commit_queue import CommitQueue
@@ -591,11 +592,12 @@ def test_a_medium_that_is_full_or_fails_at_open_leaves_the_store_alone(
         tokens = kept(cache)
     before = open_files()
 
-    def fail(*_args: Any) -> None:
-        raise error
+    class Failing(SsdTier):
+        def set_fact(self, *_args: Any) -> None:
+            raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(SsdTier, "set_fact", fail)
+        broken.setattr(opening, "tier_class", Failing)
         with pytest.raises(StoreError, match="cannot be opened"):
             open_cache(tmp_path / "s")
     assert open_files() == before

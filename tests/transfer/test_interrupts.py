@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import registry
+from kvstore.store import opening, registry
 from kvstore.tier.ssd.owner_lock import owner_pid
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.transfer.interrupts import unharmed
@@ -95,17 +95,18 @@ def test_errors_and_results_come_through_from_every_thread() -> None:
 def test_a_close_that_is_interrupted_is_finished_by_a_second_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    closing = threading.Event()
+
+    class SlowlyClosed(SsdTier):
+        def close(self) -> None:
+            closing.set()
+            keyboard.join()
+            super().close()
+
+    monkeypatch.setattr(opening, "tier_class", SlowlyClosed)
     cache = open_cache(tmp_path / "s")
     cache.store(TOKENS, entries_of(DENSE, TOKENS))
-    closing, real = threading.Event(), SsdTier.close
-
-    def close(self: SsdTier) -> None:
-        closing.set()
-        keyboard.join()
-        real(self)
-
     keyboard = press(closing)
-    monkeypatch.setattr(SsdTier, "close", close)
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()
