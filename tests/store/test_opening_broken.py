@@ -37,7 +37,9 @@ from kvstore.cache.scope import Scope
 from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
 from kvstore.store import opening
+from kvstore.tier.ssd import opening as ssd_opening
 from kvstore.tier.ssd.files import LOCK_FILE
+from kvstore.tier.ssd.owner_lock import try_lock
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.transfer.commit_queue import CommitQueue
 from tests.builders import Clock, snapshot_of
@@ -604,6 +606,19 @@ def test_a_medium_that_is_full_or_fails_at_open_leaves_the_store_alone(
     assert [item.name for item in tmp_path.iterdir()] == ["s"]
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_a_store_that_another_process_takes_while_it_is_set_aside_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cache(tmp_path / "s").close()
+    (tmp_path / "s" / "data.mdb").write_bytes(b"broken" * 4096)
+    before = open_files()
+    locks = [try_lock(tmp_path / "s"), None]
+    monkeypatch.setattr(ssd_opening, "try_lock", lambda _: locks.pop(0))
+    with pytest.raises(StoreBusy, match="is owned by process"):
+        open_cache(tmp_path / "s", role="owner")
+    assert open_files() == before
 
 
 def test_a_process_killed_while_it_wrote_the_version_blocks_nobody(tmp_path: Path) -> None:

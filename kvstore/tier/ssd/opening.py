@@ -130,29 +130,26 @@ def _open_reader(path: Path, options: SsdOptions, tier_class: type[SsdTier]) -> 
 
 
 def _open_owner(
-    path: Path, options: SsdOptions, lock: int, tier_class: type[SsdTier]
+    path: Path, options: SsdOptions, lock: int | None, tier_class: type[SsdTier]
 ) -> tuple[SsdTier, Path | None]:
+    aside: Path | None = None
     try:
         files.sweep(path)
         require_room(path, options)
-        claim_format(path, options.format_text)
-        tier, problem = try_open(path, options, lock, tier_class)
-        if tier is not None:
-            return tier, None
-        aside = set_aside(path)
-        logger.warning("the store at %s was broken (%s): moved to %s", path, problem, aside)
-        os.close(lock)
-        fresh = try_lock(path)
-        if fresh is None:
-            raise busy(path)
-        lock = fresh
-        claim_format(path, options.format_text)
-        tier, problem = try_open(path, options, lock, tier_class)
+        while lock is not None:
+            claim_format(path, options.format_text)
+            tier, problem = try_open(path, options, lock, tier_class)
+            if tier is not None:
+                return tier, aside
+            if aside is not None:
+                raise StoreError(f"no store can be made at {path}: {problem}")
+            aside = set_aside(path)
+            logger.warning("the store at %s was broken (%s): moved to %s", path, problem, aside)
+            broken, lock = lock, None
+            os.close(broken)
+            lock = try_lock(path)
+        raise busy(path)
     except BaseException:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
         raise
-    if tier is None:
-        os.close(lock)
-        msg = f"no store can be made at {path}: {problem}"
-        raise StoreError(msg)
-    return tier, aside
