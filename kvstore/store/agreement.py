@@ -1,4 +1,4 @@
-"""The check that two openings of one store in a process have the same kind and options."""
+"""The check that two openings of one store in a process have the same options."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from typing import Any
 
 from kvstore.errors import ConfigError, LayoutMismatch, brief
 from kvstore.layout import LayerGroup, Layout
-from kvstore.store.open_store import OpenStore
 
 _FOR = frozenset({"block_tokens", "key_bytes", "secret", "ssd_formats"})
 """Options that decide, with the layout, which blocks a store holds."""
-
-
-def check_kind(path: Path, kind: type[OpenStore], shared: OpenStore) -> None:
-    """Raise ``LayoutMismatch`` if the open store is not of class ``kind``."""
-    if not isinstance(shared, kind):
-        msg = (
-            f"{path} is open in this process for blocks of another kind, and was left "
-            "untouched; use another path"
-        )
-        raise LayoutMismatch(msg)
 
 
 def check_agreement(path: Path, options: Any, in_force: Any, given: Collection[str]) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
-from kvstore.errors import KVStoreError, StoreBusy
-from kvstore.store.agreement import check_agreement, check_kind
+from kvstore.errors import KVStoreError, LayoutMismatch, StoreBusy
+from kvstore.store.agreement import check_agreement
 from kvstore.store.open_store import OpenStore
 from kvstore.store.opening import take_over
 from kvstore.tier.ssd.tier import SsdTier
@@ -103,7 +103,9 @@ def share(
             known = _identity(path)
             if known is not None and known in _open_stores:
                 entry = _open_stores[known]
-                check_kind(path, kind, entry.shared)
+                if not isinstance(entry.shared, kind):
+                    msg = f"{path} is open in this process for blocks of another kind, and was left untouched; use another path"
+                    raise LayoutMismatch(msg)
                 check_agreement(path, options, entry.options, given)
                 if role == "owner" and not entry.shared.is_owner:
                     msg = (

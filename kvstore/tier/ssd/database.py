@@ -16,7 +16,7 @@ from kvstore.errors import StoreError
 from kvstore.tier.ssd import btree
 from kvstore.tier.ssd.capacity import PAGE_BYTES
 from kvstore.tier.ssd.faults import DAMAGE, NO_ROOM
-from kvstore.tier.ssd.files import DATA_FILE, sync_names
+from kvstore.tier.ssd.files import DATA_FILE, sync_folder
 from kvstore.tier.ssd.values import SsdOptions
 
 if TYPE_CHECKING:
@@ -45,14 +45,17 @@ def try_open(
     tier: SsdTier | None = None
     is_good = False
     try:
-        trees = _trees(path)  # before LMDB opens the file: it ends the process for less
+        file = path / DATA_FILE  # checked before LMDB opens it, which may end the process
+        is_new = not file.exists() or not file.stat().st_size
+        trees = btree.NO_TREES if is_new else btree.check(file)
         if trees.problem:
             return None, trees.problem
         env = environment(path, options, is_owner=True)
         problem = cut_off(path, env) or _problem_of_heads(path, env, trees, heads_seconds)
         if problem:
             return None, problem
-        sync_names(path)
+        sync_folder(path)  # no sync of a file makes its name durable
+        sync_folder(path.parent)
         tier = tier_class(path, options, env, lock)
         stored = tier.fact("format")
         if stored is None:
@@ -95,11 +98,6 @@ def environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Envi
     )
     env.reader_check()  # frees the slots of killed readers, of ``_READERS`` in all
     return env
-
-
-def _trees(path: Path) -> btree.Trees:
-    file = path / DATA_FILE
-    return btree.check(file) if file.exists() and file.stat().st_size else btree.NO_TREES
 
 
 def _problem_of_heads(

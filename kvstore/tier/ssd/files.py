@@ -37,12 +37,6 @@ def write_file(path: Path, name: str, content: bytes) -> None:
     sync_folder(path)
 
 
-def sync_names(path: Path) -> None:
-    """Sync the directory entries of a store and of its files, which no sync of a file does."""
-    sync_folder(path)
-    sync_folder(path.parent)
-
-
 def sync_folder(folder: Path) -> None:
     """Sync a directory, unless this user may not read it or its file system has no such sync."""
     try:
