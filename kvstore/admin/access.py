@@ -16,17 +16,19 @@ from kvstore.identity.block import BlockHash
 from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.store.open_store import OpenStore
-from kvstore.store.opening import StoreFormat, is_open_here, parse_format, secret_of, take_over
-from kvstore.tier.ssd import directory
-from kvstore.tier.ssd.tier import (
-    MEDIUM_ERRORS,
-    SsdOptions,
-    SsdTier,
-    minimum_capacity,
-    open_ssd,
-    remedy,
-)
-from kvstore.transfer.threads import unharmed
+from kvstore.store.opening import take_over
+from kvstore.store.registry import is_open_here
+from kvstore.store.secret import secret_of
+from kvstore.store.store_format import StoreFormat, parse_format
+from kvstore.tier.ssd.capacity import minimum_capacity
+from kvstore.tier.ssd.directory import require_store
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, remedy
+from kvstore.tier.ssd.opening import open_ssd
+from kvstore.tier.ssd.owner_lock import busy, owner_pid
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
+from kvstore.tier.ssd.version_file import read_format
+from kvstore.transfer.interrupts import unharmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ def open_for_reading(path: Path) -> Iterator[InspectedStore]:
     Raises:
         StoreError: if there is none, or it cannot be read.
     """
-    directory.require_store(path)
-    text = directory.read_format(path)
+    require_store(path)
+    text = read_format(path)
     form, frame_format = parse_frames(text)
     options, secret = _options(text, form, frame_format), secret_of(path, text)
     ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
@@ -127,13 +129,13 @@ def open_for_writing(
         StoreError: if there is none, or it is broken; then it was moved aside.
     """
     if format_text is None:
-        directory.require_store(path)
+        require_store(path)
     if is_open_here(path):
         msg = f"{path} is open in this process; close it first"
         raise StoreBusy(msg)
-    if directory.owner_pid(path) is not None:
-        raise directory.busy(path)
-    text = directory.read_format(path) if format_text is None else format_text
+    if owner_pid(path) is not None:
+        raise busy(path)
+    text = read_format(path) if format_text is None else format_text
     form, frame_format = parse_frames(text)
     options = _options(text, form, frame_format)
     secret_of(path, text)  # no block goes in or out of a store whose secret is lost

@@ -13,16 +13,11 @@ from kvstore.identity.block import BlockKey
 from kvstore.store.integrity import stored_fault
 from kvstore.store.metrics import Metrics, histogram
 from kvstore.store.namespaces import namespace_facts
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd.capacity import PAGE_BYTES, pages_of, usage_of
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
+from kvstore.tier.ssd.owner_lock import owner_pid
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import (
-    MEDIUM_ERRORS,
-    PAGE_BYTES,
-    SsdTier,
-    pages_of,
-    passes,
-    usage_of,
-)
+from kvstore.tier.ssd.tier import SsdTier
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""
@@ -44,7 +39,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "path": str(path),
             "layout": (ssd.fact("layout") or b"").decode(errors="replace"),
             "fingerprint": store.form.layout.fingerprint,
-            "owner_pid": directory.owner_pid(path),
+            "owner_pid": owner_pid(path),
             "block_tokens": block_tokens,
             "blocks": blocks,
             "tokens": tokens,

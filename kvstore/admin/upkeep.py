@@ -8,8 +8,9 @@ from typing import Any
 from kvstore.admin.access import open_for_writing
 from kvstore.output.sizes import size_or_share
 from kvstore.store.opening import resolved
-from kvstore.tier.ssd import directory
-from kvstore.transfer.threads import unharmed
+from kvstore.tier.ssd.directory import require_store
+from kvstore.tier.ssd.files import DATA_FILE
+from kvstore.transfer.interrupts import unharmed
 
 
 def evict(path: Path, to: str) -> dict[str, Any]:
@@ -59,8 +60,8 @@ def compact(path: Path) -> dict[str, Any]:
     Cost: as opening the store; reads the bytes in use twice, writes them once, needs that much space.
     """
     path = resolved(path)
-    directory.require_store(path)
-    before = (path / directory.DATA_FILE).stat().st_size
+    require_store(path)
+    before = (path / DATA_FILE).stat().st_size
     with open_for_writing(path) as store:
         unharmed(store.ssd.compact)
         after = store.ssd.file_bytes

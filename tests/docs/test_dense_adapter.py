@@ -19,7 +19,7 @@ import kvstore
 from kvstore.cache import Scope
 from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import head_sum
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "dense_adapter.py"

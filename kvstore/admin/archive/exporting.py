@@ -14,8 +14,10 @@ from kvstore.errors import ConfigError, StoreError
 from kvstore.identity.block import BlockKey
 from kvstore.store.integrity import stored_fault
 from kvstore.store.namespaces import namespace_facts
+from kvstore.tier.ssd.capacity import COMMIT_BYTES
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import BUSY, COMMIT_BYTES, READ_BATCH
+from kvstore.tier.ssd.tier import READ_BATCH
+from kvstore.tier.ssd.values import BUSY
 
 
 def export_store(

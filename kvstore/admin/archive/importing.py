@@ -23,8 +23,9 @@ from kvstore.store import generations
 from kvstore.store.integrity import frame_fault
 from kvstore.store.open_store import OpenStore
 from kvstore.store.opening import resolved
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, READ_BATCH
-from kvstore.transfer.threads import BARRIER_SECONDS
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import READ_BATCH
+from kvstore.transfer.interrupts import BARRIER_SECONDS
 
 SEEN_BLOCKS = 1 << 16
 """Blocks whose hash an import remembers for their children, some 200 bytes each. The hash of an

@@ -19,8 +19,9 @@ from kvstore.identity.block import BlockHash
 from kvstore.identity.hash import namespace_digest
 from kvstore.identity.namespace import Namespace
 from kvstore.store.generations import LAST_GENERATION
-from kvstore.store.opening import StoreFormat, format_text, secret_of
-from kvstore.tier.ssd.directory import FORMAT_BYTES
+from kvstore.store.secret import secret_of
+from kvstore.store.store_format import StoreFormat, format_text
+from kvstore.tier.ssd.version_file import FORMAT_BYTES
 
 ARCHIVE_VERSION = 1
 MANIFEST = "manifest.json"
@@ -93,9 +94,7 @@ def read_manifest(file: Path, members: Members, first: Member | None, target: Pa
     found = _parsed(file, what, members, first)
     text: str = found["format"]
     form, frames = parse_frames(text)
-    if text != format_text(
-        form.layout, form.block_tokens, form.key_bytes, form.ssd_formats, form.secret
-    ):
+    if text != format_text(form):
         msg = f"{what}: its format is not spelled as a store spells it"
         raise StoreError(msg)
     secret = secret_of(target, text)
