@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore import BlockStore, PrefixCache, StoreError
 from kvstore.cli.main import main
-from kvstore.store.writer import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
+from kvstore.store.failures import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
 from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier, passes
 from tests.builders import Clock
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
@@ -47,7 +47,7 @@ def put(cache: PrefixCache, seed: int, count: int = 4) -> tuple[NDArray[np.uint3
     """Store a prompt and wait for its commit; return it, and how many blocks were taken."""
     tokens = tokens_of(count * BLOCK + 1, seed)
     cache.store(tokens[:-1], entries_of(DENSE, tokens[:-1]), wait=30)
-    owned(cache)._writer.drain()
+    owned(cache).queue.drain()
     return tokens, cache.probe(tokens).hit_tokens // BLOCK
 
 

@@ -148,7 +148,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(names(cache)) == 1
         assert hit(cache, pinned) == cache.stats()["tiers"]["ssd"]["blocks"]
         before = in_memory(cache)
-        owned(cache)._resumes = math.inf
+        owned(cache).failures.stopped_until = math.inf
         for number in range(300, 400):
             put(cache.scope(tenant(number)), number + 1)
         assert in_memory(cache) == before
@@ -406,7 +406,7 @@ def test_threads_that_come_and_go_under_many_names_lose_none(tmp_path: Path) -> 
         assert owned(cache).ssd.usage == {
             space["id"]: space["blocks"] * BLOCK_BYTES for space in spaces
         }
-        assert not owned(cache).namespaces._held
+        assert not owned(cache).namespaces._references
 
 
 # ---- generations ---------------------------------------------------------------------------------

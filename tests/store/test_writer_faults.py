@@ -330,7 +330,7 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
-            owned(cache)._writer.drain()
+            owned(cache).queue.drain()
             assert cache.lookup(lost).hit_tokens == 0
         assert failing.errors == []
         more = tokens_of(BLOCK, 9)
@@ -397,7 +397,7 @@ def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: P
         FailingPut(ssd, [OSError(errno.EIO, "I/O error")])
         again = tokens[: 3 * BLOCK]
         cache.store(again, entries_of(DENSE, again))
-        owned(cache)._writer.drain()
+        owned(cache).queue.drain()
         ssd.delete = real  # type: ignore[method-assign]
         cache.clear()
         assert ssd.block_count == 0
@@ -628,12 +628,12 @@ def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
     tokens = tokens_of(4 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
-        owned(cache)._writer.drain()
+        owned(cache).queue.drain()
         cache.lookup(tokens)
         failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")])
         cache.flush()
         assert failing.errors == []
-        assert owned(cache)._uses, "uses wait for the next commit"
+        assert owned(cache).retention.uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
 
 
@@ -663,7 +663,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         for seed in range(1, 11):
             tokens = tokens_of(BLOCK + 1, seed)
             cache.store(tokens, entries_of(DENSE, tokens))
-            owned(cache)._writer.drain()
+            owned(cache).queue.drain()
         stats = cache.stats()
         assert not stats["tiers"]["ssd"]["is_read_only"]
         assert stats["counters"]["dropped_blocks"]["write_error"] == 10

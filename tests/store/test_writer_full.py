@@ -16,7 +16,7 @@ import lmdb
 import pytest
 
 from kvstore import PrefixCache, StoreError
-from kvstore.store.writer import FULL_RETRIES, RETRY_EVICTION_BLOCKS
+from kvstore.store.commit import FULL_RETRIES, RETRY_EVICTION_BLOCKS
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
 PROMPT = 4 * BLOCK
@@ -26,7 +26,7 @@ def keep(cache: PrefixCache, seed: int) -> int:
     """Store a prompt of four blocks and wait for its commit; return how many tokens are a hit."""
     tokens = tokens_of(PROMPT + 1, seed)
     cache.store(tokens, entries_of(DENSE, tokens))
-    owned(cache)._writer.drain()
+    owned(cache).queue.drain()
     return cache.probe(tokens).hit_tokens
 
 

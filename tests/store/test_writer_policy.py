@@ -17,7 +17,7 @@ from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.guarded import METHODS, Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.store import writer as owner
+from kvstore.store.eviction import Eviction, Limit
 from tests.builders import path_of
 from tests.simulate.support import Prefix, grown_paths
 from tests.simulate.test_policies import drive_tree
@@ -226,13 +226,12 @@ CAPACITY = 11
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a tier hold CAPACITY blocks, to the block, and write what one ``store`` queued at once."""
 
-    def limit(side: owner.OwnedSsd, _high: int, _low: int) -> Any:
-        full = CAPACITY * side.ssd.block_bytes
-        return owner._Limit(
-            lambda: side.index.blocks * side.ssd.block_bytes, full, full, None, "no_room"
-        )
+    def limit(eviction: Eviction, _high: int, _low: int) -> Limit:
+        size = eviction.ssd.block_bytes
+        full = CAPACITY * size
+        return Limit(lambda: eviction.index.blocks * size, full, full, None, "no_room")
 
-    monkeypatch.setattr(owner.OwnedSsd, "_cap", limit)
+    monkeypatch.setattr(Eviction, "cap", limit)
     monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)  # a flush ends the wait
 
 
