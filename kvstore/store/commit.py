@@ -207,11 +207,7 @@ class Committer:
         with self.context.lock:  # only now: a block whose put fails is still to be deleted
             self.removal.note_written({put.key for put in puts})
             for put in puts:
-                self.context.metrics.note_form(
-                    put.record.error,
-                    is_packed=put.record.is_packed,
-                    is_compressed=put.record.is_compressed,
-                )
+                self.context.metrics.note_form(put.record)
         return True
 
     def _put_with_retries(
@@ -275,5 +271,5 @@ class Committer:
             if not self.ssd.lacks_room(error, 1):
                 raise
             with self.context.lock:  # a later commit writes them: no block depends on recency
-                self.retention.put_back_uses(uses)
+                self.retention.uses = uses | self.retention.uses
         self.ssd.sync()

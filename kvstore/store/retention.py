@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,6 @@ class Retention:
         """Return the recorded uses and forget them."""
         uses, self.uses = self.uses, {}
         return uses
-
-    def put_back_uses(self, uses: Mapping[BlockKey, int]) -> None:
-        """Keep uses that could not be written for a later commit."""
-        self.uses = {**uses, **self.uses}
 
     def pin(self, segment: Segment) -> bool:
         """Add the persistent pin of a segment; return False if it has one."""

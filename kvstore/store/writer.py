@@ -184,11 +184,6 @@ class OwnedSsd:
             self.queue.close()
 
     @property
-    def queued_blocks(self) -> int:
-        """Blocks that wait for their commit."""
-        return self.queue.queued_blocks
-
-    @property
     def is_read_only(self) -> bool:
         """Whether writing has stopped, after failures of the medium."""
         return self.failures.is_stopped

@@ -437,13 +437,13 @@ def test_a_recorded_generation_outlives_the_last_block_and_keeps_old_weights_out
 def test_lines_with_a_recorded_generation_are_bounded_and_the_last_one_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "LINE_BYTES", 8 << 10)
+    monkeypatch.setattr(generations, "RECORD_BYTES", 8 << 10)
     path = tmp_path / "s"
     with open_cache(path) as cache:  # 8 MiB / 64 / 8 KiB
         for number in range(16):
             assert cache.scope(tenant(number)).bump_generation() == 1
         full = cache.scope(tenant(16))
-        with pytest.raises(StoreError, match="records the generations of 16 namespaces, the most"):
+        with pytest.raises(StoreError, match="records the generations of 16 namespaces, expected at most 16"):
             full.bump_generation()
         assert full.namespace.generation == 0
         assert cache.scope(tenant(3)).bump_generation() == 2
