@@ -1,4 +1,4 @@
-"""Eviction until a limit is met, and deletion of what left the index from the medium."""
+"""Eviction until a limit is met, and deletion of removed blocks from the medium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces come with their first block and go with their last: nothing grows by tenant."""
+"""Namespaces appear with their first block and are removed with their last: no state grows with tenants."""
 
 from __future__ import annotations
 
@@ -443,7 +443,9 @@ def test_lines_with_a_recorded_generation_are_bounded_and_the_last_one_says_so(
         for number in range(16):
             assert cache.scope(tenant(number)).bump_generation() == 1
         full = cache.scope(tenant(16))
-        with pytest.raises(StoreError, match="records the generations of 16 namespaces, expected at most 16"):
+        with pytest.raises(
+            StoreError, match="records the generations of 16 namespaces, expected at most 16"
+        ):
             full.bump_generation()
         assert full.namespace.generation == 0
         assert cache.scope(tenant(3)).bump_generation() == 2

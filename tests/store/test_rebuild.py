@@ -1,4 +1,4 @@
-"""The index out of records, beside the same thing said block by block."""
+"""The rebuilt index compared with a walk of the records block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background scrub: it finds what went bad, keeps to its rate, and goes on where it stopped."""
+"""The background scrub: it finds damaged blocks, keeps its rate, and continues after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk, a quota or a file that takes no more: evicted for, told apart from a bad disk, and over when it is."""
+"""A full disk, file or quota of the file system: eviction, no read-only store, recovery."""
 
 from __future__ import annotations
 

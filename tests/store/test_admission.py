@@ -1,4 +1,4 @@
-"""What one request may take: a long prompt keeps its head, and others keep their blocks."""
+"""request_share: a long prompt keeps its first blocks, and other prompts keep theirs."""
 
 from __future__ import annotations
 

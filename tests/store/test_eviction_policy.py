@@ -1,4 +1,4 @@
-"""A store's eviction policy: chosen by name or given, the simulator's own, and safe to get wrong."""
+"""Eviction policies of a store: chosen by name or given, as in the simulator, and replaced on failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.store.eviction import Eviction, Limit
 from tests.builders import path_of
 from tests.simulate.support import Prefix, grown_paths
 from tests.simulate.test_policies import drive_tree
-from tests.store.test_writer_quota import hit, put, tenant
+from tests.store.test_quota import hit, put, tenant
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 
 

@@ -1,4 +1,4 @@
-"""Quotas: what one namespace may hold of a store that it shares."""
+"""Quotas: the most bytes that one namespace may take of a store."""
 
 from __future__ import annotations
 
