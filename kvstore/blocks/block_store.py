@@ -1,4 +1,4 @@
-"""Wiring for callers with their own keys: options to a store of blocks of one size."""
+"""``BlockStore``, the public interface for callers with their own keys, and its options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvstore.blocks.keyed import Bytes, KeyedBlocks
@@ -16,31 +15,33 @@ from kvstore.checks import ROLES, choice, flag, number, several
 from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.format import FrameFormat
-from kvstore.identity.hash import secret_fingerprint
 from kvstore.index.plan import REQUEST_SHARE
 from kvstore.layout import Layout
 from kvstore.output.sizes import share_of, size_bytes
-from kvstore.store.opening import Holding, format_text, resolved, secret_for, share, unshare
-from kvstore.tier.ssd.tier import SsdOptions, SsdTier
+from kvstore.store.opening import resolved, tier_opening
+from kvstore.store.registry import Share, Sharing, share
+from kvstore.store.store_format import StoreFormat
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
 
 
-class BlockStore:
-    """Blocks of one size under keys that their callers choose, on SSD.
+class BlockStore(Sharing):
+    """A store of blocks of one size under keys that callers choose, on SSD.
 
-    For engines that hash by themselves. A key is up to ``key_bytes`` bytes, or a text, which stands
-    for its UTF-8 bytes. It is stored whole and compared on every read, so two keys never share a
-    block. What a key must cover (model, formats, tenant, ...) is its caller's business.
+    For engines with their own hashes. A key is up to ``key_bytes`` bytes, or a string, which means its
+    UTF-8 bytes. It is stored whole and compared on every read, so two keys never share a block. The
+    caller includes in it whatever distinguishes blocks (model, formats, tenant, ...).
 
-    A context manager; leaving it flushes and closes. One that is dropped without ``close`` is closed
-    in the background. Opening the same directory again in one
-    process shares the first opening, counted; options that differ from the first one's are refused.
-    Forked children must reopen. Buffers belong to the caller: nothing keeps one after its call returned.
+    A context manager: leaving it flushes and closes. A store dropped without ``close`` is closed in
+    the background. Openings of one directory in one process share one store and are counted; options
+    that differ from those of the first are refused. A forked child must reopen. Buffers belong to the
+    caller: no reference is kept after a call returns.
 
     Threads: every method may be called from any thread of the process that opened it.
     """
 
-    def __init__(self, holding: Holding[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
-        """Take part in an opening; use ``open``."""
+    def __init__(self, holding: Share[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
+        """Use a share of an open store; use ``open``."""
         self._holding = holding
         self._shared = holding.shared
         self.block_bytes = block_bytes
@@ -63,17 +64,20 @@ class BlockStore:
     ) -> Self:
         """Open the store in directory ``path``, creating it if need be.
 
-        An option of None is left out: it has its default, or in a store that this process has open
-        already, its value there. ``ssd_bytes`` is the hard cap of the file, in bytes or as text;
-        4 GiB by default.
-        ``role="auto"`` owns the store if nobody does and reads it otherwise. ``preallocate`` takes
-        the disk space now, all of it or none. ``on_removed`` is called with the ``block_id`` of each block that the
-        owner evicts, deletes or finds bad, in any thread and under a lock: it must only take note.
-        ``scrub_bytes_per_second`` lets the owner check every block in turn, in the background, at that
-        rate; 0 does not. ``secret`` hashes keys under a random secret, in a file of the store's
-        directory; a store is made with or without one, for good. ``request_share`` is the most that a
-        chain of parents may take of the store, in (0, 1], by default a half: what hangs on a longer one
-        is not stored, and counted among ``dropped_blocks``.
+        An option of None is left out: it has its default, or its value in the store that this process
+        already has open.
+
+        ``ssd_bytes``: hard cap of the file, in bytes or as text; 4 GiB by default.
+        ``role``: ``"auto"`` owns the store if no process does, and reads it otherwise.
+        ``preallocate``: take the disk space now, all or none.
+        ``on_removed``: called with the ``block_id`` of each block that the owner evicts, deletes or
+        finds bad, in any thread and under a lock: it must only record it.
+        ``scrub_bytes_per_second``: rate at which the owner checks every block in turn in the
+        background; 0 for no scrub.
+        ``secret``: hash keys with a random secret, kept in the store's directory. A store is made with
+        or without one, permanently.
+        ``request_share``: largest share of the store, in (0, 1], that one chain of parents may take;
+        a half by default. Further blocks of a chain are dropped and counted in ``dropped_blocks``.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
@@ -82,7 +86,7 @@ class BlockStore:
                 ``PrefixCache``, or has a secret and is opened without or the other way round; it is
                 left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
-            StoreError: if ``path`` is not a store, or a reader finds none.
+            StoreError: if ``path`` is not a store, or a reader finds none there.
         """
         choice(role, "role", ROLES, ConfigError)
         given: dict[str, Any] = {
@@ -107,14 +111,14 @@ class BlockStore:
 
     @property
     def is_owner(self) -> bool:
-        """Say whether this process writes; a reader's ``put`` is a counted no-op."""
+        """Whether this process writes. In a reader ``put`` stores nothing, and is counted."""
         return self._shared.is_owner
 
     @property
     def request_blocks(self) -> int:
-        """Most blocks of one chain of parents that are stored, by ``request_share``; 0 in a reader.
+        """Most blocks of one chain of parents, by ``request_share``; 0 in a reader.
 
-        For callers that know how much of a request lies before a block whose parent is gone.
+        For callers that know the length of a request before a block whose parent was evicted.
         """
         owned = self._guarded().owned
         return 0 if owned is None else owned.request_blocks
@@ -129,18 +133,18 @@ class BlockStore:
         *,
         wait: float = 1.0,
     ) -> list[bool]:
-        """Queue blocks; return for each whether it is stored or queued now.
+        """Queue blocks; return for each whether it is stored or queued.
 
         Shapes:
             ``sources[i]`` holds exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or
-            bytes, of any dtype and shape. Contiguous ones on the host are copied once.
+            bytes, of any dtype and shape. A contiguous one on the host is copied once.
 
-        A key that is there already keeps its bytes and its parent, and becomes recent. With
-        ``parents``, ``parents[i]`` is the key that block i hangs on (None for none): it must be
-        stored, queued or earlier in this call, and it is evicted after what hangs on it. A False
-        means that the queue stayed full for ``wait`` seconds, the parent is unknown, the disk
-        failed, or this is a reader; it is counted, and nothing else is lost by it. Stored for
-        good is what ``flush`` has returned after, and a queued block that the disk refuses is lost.
+        A key that is already stored keeps its bytes and its parent, and counts as used. ``parents[i]``
+        is the key of the parent of block i (None for none): it must be stored, queued, or earlier in
+        this call. A parent is evicted after its children. A False means that the queue stayed full
+        for ``wait`` seconds, the parent is unknown, the disk failed, or this is a reader; it is
+        counted, and other blocks are not affected. Blocks are durable once ``flush`` has returned; a
+        queued block that the disk refuses is lost.
 
         Raises:
             ValueError: for a bad argument, before anything is stored.
@@ -156,15 +160,15 @@ class BlockStore:
         return shared.put(blocks, arrays, above, _wait(wait))
 
     def get(self, keys: Sequence[Key], targets: Sequence[Any]) -> list[bool]:
-        """Copy blocks into ``targets``, verified; return for each whether it is there now.
+        """Copy blocks into ``targets``, verified; return for each whether it was copied.
 
         Shapes:
-            ``targets[i]`` takes exactly ``block_bytes`` bytes: a writable, contiguous NumPy array,
+            ``targets[i]`` has exactly ``block_bytes`` bytes: a writable, contiguous NumPy array,
             bytearray or torch tensor on the host, of any dtype and shape.
 
-        A target is written wholly or not at all. A bad block is a miss, counted, and removed with
-        all that hangs on it; keys after it are still served. What was stored when the call began
-        is not evicted before it returns.
+        A target is written wholly or not at all. A bad block is a miss: it is counted and deleted
+        with its descendants, and later keys are still served. Blocks stored at the start of the call
+        are not evicted before it returns.
 
         Raises:
             ValueError: for a bad argument, before anything is written.
@@ -176,7 +180,7 @@ class BlockStore:
         return shared.get(blocks, arrays)
 
     def exists(self, keys: Sequence[Key]) -> int:
-        """Return how many leading keys are stored. Protects nothing, and leaves no trace.
+        """Return how many leading keys are stored. Neither pins the blocks nor marks them as used.
 
         A queued block counts from its commit on.
         """
@@ -190,14 +194,14 @@ class BlockStore:
         return [(bytes(block_id), key) for block_id, key in self._guarded().listing()]
 
     def block_id(self, key: Key) -> bytes:
-        """Return what the tier knows a key by: 16 bytes."""
+        """Return the 16-byte id of the block under a key."""
         return self._name(key).key
 
     def delete(self, keys: Sequence[Key]) -> int:
-        """Remove blocks and all that hangs on them; return how many went, those included.
+        """Delete blocks and their descendants; return how many blocks were deleted in all.
 
-        A block that is pinned, or has a pinned one hanging on it, stays. Queued blocks are waited
-        for.
+        A block that is pinned, or has a pinned descendant, is kept. Waits for the commit of queued
+        blocks.
 
         Raises:
             StoreBusy: in a reader.
@@ -205,10 +209,10 @@ class BlockStore:
         return self._guarded().delete(self._named(keys))
 
     def pin(self, keys: Sequence[Key]) -> list[bool]:
-        """Protect blocks, and what they hang on, from eviction and ``delete``; counted.
+        """Pin blocks, and with them their ancestors, against eviction and ``delete``. Pins are counted.
 
-        Returns for each key whether it is stored; only those are pinned. Pins live in memory: they
-        end with ``unpin`` or with the process.
+        Returns for each key whether it is stored; only stored blocks are pinned. Pins are in memory:
+        they end with ``unpin`` or with the process.
 
         Raises:
             StoreBusy: in a reader.
@@ -216,7 +220,7 @@ class BlockStore:
         return self._guarded().pin(self._named(keys))
 
     def unpin(self, keys: Sequence[Key]) -> None:
-        """Give back one pin of each key. Keys without one are ignored.
+        """Release one pin of each key. Keys without a pin are ignored.
 
         Raises:
             StoreBusy: in a reader.
@@ -226,31 +230,16 @@ class BlockStore:
     # ---- the store -----------------------------------------------------------------------------
 
     def clear(self) -> int:
-        """Remove every block, pinned or not; return how many went."""
+        """Delete every block, pinned or not; return how many were deleted."""
         return self._guarded().clear()
 
     def flush(self) -> None:
-        """Return when every block accepted before survives power loss."""
+        """Wait until every block accepted before is durable against power loss."""
         self._guarded().flush()
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes as plain JSON values."""
         return self._guarded().stats()
-
-    def close(self) -> None:
-        """Flush, and release the store when this was its last opening. Idempotent."""
-        unshare(self._holding)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- arguments -----------------------------------------------------------------------------
 
@@ -273,7 +262,7 @@ class BlockStore:
         return found
 
     def _bytes(self, number: int, buffer: Any, what: str, *, into: bool = False) -> Bytes:
-        """Return a caller's buffer as a block's bytes, a view of it if it is a target."""
+        """Return a caller's buffer as the bytes of a block; a view of it for a target."""
         array = writable_bytes(buffer) if into else host_bytes(buffer)
         if array is None:
             msg = (
@@ -290,7 +279,7 @@ class BlockStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyedOptions:
-    """Options of one opening, checked, and the default of each that was left out."""
+    """Checked options of one opening, with defaults for those that were left out."""
 
     layout: Layout
     key_bytes: int
@@ -308,38 +297,24 @@ def _opening(
     options: _KeyedOptions,
     frame_format: FrameFormat,
 ) -> tuple[SsdOptions, Callable[[SsdTier], KeyedBlocks]]:
-    """Return how the tier of a directory is opened, and what builds an open store on it."""
-    key = secret_for(directory, role, is_wanted=options.secret)
-    ssd_options = SsdOptions(
-        capacity_bytes=options.ssd_bytes,
-        frame_bytes=frame_format.frame_bytes,
-        format_text=format_text(
-            frame_format.layout,
-            frame_format.block_tokens,
-            options.key_bytes,
-            secret=secret_fingerprint(key) if key else "",
-        ),
-        role=role,
-        preallocate=options.preallocate,
-    )
+    """Return the options of the tier, and the function that builds the open store on it."""
 
-    def build(ssd: SsdTier) -> KeyedBlocks:
-        if ssd.is_owner and ssd.fact("layout") is None:
-            ssd.set_fact("layout", frame_format.layout.model.encode())
+    def build(ssd: SsdTier, secret: bytes | None) -> KeyedBlocks:
         return KeyedBlocks(
             frame_format=frame_format,
             ssd=ssd,
-            keys_root=keys_root(key),
+            keys_root=keys_root(secret),
             on_removed=options.on_removed,
             scrub_bytes_per_second=options.scrub_bytes_per_second,
             request_share=options.request_share,
         )
 
-    return ssd_options, build
+    form = StoreFormat(frame_format.layout, frame_format.block_tokens, options.key_bytes)
+    return tier_opening(directory, role, options, form, frame_format.frame_bytes, build)
 
 
 def _listener(value: object, name: str) -> Callable[[bytes], object]:
-    """Return a function. Raises ``ConfigError`` for what cannot be called."""
+    """Return a function. Raises ``ConfigError`` for a value that cannot be called."""
     if not callable(value):
         msg = f"{name} must be a function that takes a block_id, found {brief(value)}"
         raise ConfigError(msg)
@@ -354,11 +329,11 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "secret": partial(flag, error=ConfigError),
     "request_share": share_of,
 }
-"""The check of each option that may be left out."""
+"""Check of each option that may be left out."""
 
 
 def _wait(given: object) -> float:
-    """Return a wait as seconds. Raises ``ValueError`` for what is none."""
+    """Return a wait in seconds. Raises ``ValueError`` for any other value."""
     wait = number(given, "wait", "seconds, 0 or more")
     if wait < 0:
         msg = f"wait must be seconds, 0 or more, found {brief(given)}"

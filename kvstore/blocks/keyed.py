@@ -1,7 +1,7 @@
-"""Blocks under keys of their callers: the owned tier of a prefix cache, asked by key.
+"""An open store of blocks under callers' keys: look-up, storing, reading, pins and deletion by key.
 
-Each block is the end of a chain of parents. Blocks without parents are chains of one, so that
-leaf-first eviction is plain LRU; with parents it takes a tree from its leaves.
+Each block is the end of a chain of parents. A block without a parent is a chain of one. Eviction
+takes leaves first: without parents that is plain LRU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.store.open_store import OpenStore
 from kvstore.store.writer import OwnedSsd
-from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import BUSY
 
 Bytes = NDArray[np.uint8]
 """A block's bytes, uint8 ``[block_bytes]``."""
@@ -32,18 +34,18 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(slots=True)
 class _Pin:
-    """A key that callers protect."""
+    """The pins of one key."""
 
     segment: Segment
-    """What ends with its block; dead once a bad block was discarded."""
+    """The segment that ends with its block; not live once the block was discarded as bad."""
     count: int
 
 
 class KeyedBlocks(OpenStore):
-    """The state behind every opening of one store of keyed blocks.
+    """An open store of blocks under callers' keys, shared by all its openings.
 
     Invariants:
-        A key has one block and one parent: who comes second finds it there.
+        A key has one block and one parent: those of the first ``put``.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class KeyedBlocks(OpenStore):
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
         self._putting = threading.Lock()
-        """Held from the look whether keys are known until they are queued. Before any other."""
+        """Held from the check whether keys are known until they are queued. Acquired before any other lock."""
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
@@ -73,18 +75,18 @@ class KeyedBlocks(OpenStore):
             request_share=request_share,
         )
 
-    # ---- where a block is; the caller holds the context's lock ---------------------------------
+    # ---- look-up; the caller holds the context's lock -------------------------------------------
 
     def _parent(self, key: BlockKey) -> BlockKey | None:
-        """Return the key of a block's parent, empty for a root's child, None if it is unknown."""
+        """Return the key of a block's parent, empty for a child of the root, None for an unknown block."""
         found = self._index.parents.get(key)
         if found is not None or self.owned is None:
             return found
         queued = self.owned.queued_parent(key)
         return BlockKey(b"") if queued == self.keys_root[:KEY_BYTES] else queued
 
-    def _path(self, key: BlockKey) -> bytes:
-        """Return the keys from the root to a known block, end to end."""
+    def _chain(self, key: BlockKey) -> bytes:
+        """Return the concatenated keys from the root to a known block."""
         keys: list[BlockKey] = []
         above: BlockKey | None = key
         while above:
@@ -94,15 +96,15 @@ class KeyedBlocks(OpenStore):
 
     def _segment(self, key: BlockKey) -> Segment:
         """Return the segment that ends with a stored block."""
-        return self._index.settle(self._index.match(self._path(key)))
+        return self._index.settle(self._index.match(self._chain(key)))
 
     def _use(self, owned: OwnedSsd, keys: Sequence[BlockKey]) -> list[Segment]:
-        """Make stored blocks recent; return segments that together cover them."""
+        """Mark stored blocks as used; return segments that together cover them."""
         tick = self.context.next_sequence()
         parents = {self._index.parents[key] for key in keys}
         segments = []
         for key in dict.fromkeys(keys):
-            if key not in parents:  # what hangs on a block protects it
+            if key not in parents:  # a child protects its parent
                 segment = self._segment(key)
                 self._index.touch(segment, tick)
                 owned.note_use(key, tick)
@@ -118,7 +120,7 @@ class KeyedBlocks(OpenStore):
         parents: Sequence[NamedBlock | None],
         wait: float,
     ) -> list[bool]:
-        """Queue blocks that are not known yet; say of each whether it is stored or queued now."""
+        """Queue blocks that are not known yet; return for each whether it is stored or queued now."""
         if self.owned is None:
             self.context.count_drop("reader", len(blocks))
             return [False] * len(blocks)
@@ -148,7 +150,7 @@ class KeyedBlocks(OpenStore):
         at: int,
         deadline: float,
     ) -> int:
-        """Queue the blocks from ``at`` on that form a chain of new ones; return where it ends."""
+        """Queue the blocks from ``at`` on that form a chain of new blocks; return its end."""
         with self.context.lock:
             if self._parent(blocks[at].key) is not None:
                 self.metrics.present_blocks += 1
@@ -164,8 +166,8 @@ class KeyedBlocks(OpenStore):
                     break
                 seen.add(key)
                 stop += 1
-            # The path of an unknown parent is that parent alone, which the owner does not have either.
-            above = b"" if parent is None else self._path(parent.key)
+            # The chain of an unknown parent is its key alone, which the writer does not know either.
+            above = b"" if parent is None else self._chain(parent.key)
         below = self.keys_root if parent is None else parent.hash
         chain = KeyChain(self.keys_root, above, below, blocks[at:stop])
 
@@ -184,13 +186,13 @@ class KeyedBlocks(OpenStore):
     # ---- reading -------------------------------------------------------------------------------
 
     def get(self, blocks: Sequence[NamedBlock], targets: Sequence[Bytes]) -> list[bool]:
-        """Copy blocks to ``targets``, verified, each wholly or not at all; say which came."""
+        """Copy blocks to ``targets``, verified, each wholly or not at all; return which were copied."""
         with self._reading(blocks) as wanted:
             return self._read(blocks, targets, wanted)
 
     @contextmanager
     def _reading(self, blocks: Sequence[NamedBlock]) -> Iterator[list[int]]:
-        """Protect what is there of ``blocks`` while it is read; yields their places."""
+        """Pin the stored blocks of ``blocks`` during a read; yields their positions."""
         owned = self.owned
         if owned is None:
             yield list(range(len(blocks)))
@@ -214,9 +216,9 @@ class KeyedBlocks(OpenStore):
         bad: list[tuple[NamedBlock, str]] = []
         if not wanted:
             return self._counted(good, 0.0)
-        asked = [blocks[place] for place in wanted]
-        target = self._frames.apart_target([targets[place] for place in wanted])
-        # Checked before they are copied: a caller's buffer holds the block, or what it held.
+        asked = [blocks[i] for i in wanted]
+        target = self._frames.apart_target([targets[i] for i in wanted])
+        # Checked before the copy: a target contains the block or stays unchanged.
         reader = self._frames.reader(target, any_parent=True, checks_first=True)
         done = 0
 
@@ -228,7 +230,7 @@ class KeyedBlocks(OpenStore):
         def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
             assert reader is not None
             some = asked[done + i : done + i + len(offsets)]
-            # No parent is asked for: any hash may stand in its place.
+            # The parent is not checked, so any hash serves as the first one's.
             hashes = self.keys_root + b"".join([block.hash for block in some])
             ids = np.concatenate([block.words for block in some])
             return reader.read(file, offsets, hashes, ids, done + i)
@@ -238,18 +240,18 @@ class KeyedBlocks(OpenStore):
         while done < len(asked):
             keys = [block.key for block in asked[done:]]
             result = self.ssd.read(keys, take, takers)
-            for place in wanted[done : done + result.count]:
-                good[place] = True
+            for i in wanted[done : done + result.count]:
+                good[i] = True
             done += result.count
             if result.fault is not None:
                 bad.append((asked[done], result.fault))
                 done += 1
-        for block, found in bad:  # now: what hangs on them was served, and goes with them
+        for block, found in bad:  # after the read: their descendants are deleted with them
             self._discard(block, found)
         return self._counted(good, time.perf_counter() - began)
 
     def _counted(self, good: list[bool], seconds: float) -> list[bool]:
-        """Count what was asked for, and return it."""
+        """Count a read, and return its result."""
         count = sum(good)
         with self.context.lock:
             self.metrics.lookups += 1
@@ -260,9 +262,9 @@ class KeyedBlocks(OpenStore):
         return good
 
     def _discard(self, block: NamedBlock, fault: str) -> None:
-        """Count a bad block and, as the owner, remove it and all that hangs on it."""
+        """Count a bad block and, as the owner, delete it and its descendants."""
         if self.owned is None and fault == "missing":
-            return  # never there, or evicted by the owner
+            return  # never stored, or evicted by the owner
         if fault == BUSY:
             self.context.count_passing(self.ssd.path)
             return
@@ -273,11 +275,11 @@ class KeyedBlocks(OpenStore):
             self.metrics.say_once(f"corrupt {fault}", message, name, self.ssd.path, fault)
             if self.owned is None or block.key not in self._index.parents:
                 return
-            path = self._path(block.key)
-        self.owned.discard(path)
+            chain = self._chain(block.key)
+        self.owned.discard(chain)
 
     def exists(self, blocks: Sequence[NamedBlock]) -> int:
-        """Return how many leading blocks are stored. Leaves no trace."""
+        """Return how many leading blocks are stored. Neither counts nor marks them as used."""
         keys = [block.key for block in blocks]
         if self.owned is None:
             try:
@@ -290,25 +292,25 @@ class KeyedBlocks(OpenStore):
             return next((i for i, key in enumerate(keys) if key not in parents), len(keys))
 
     def listing(self) -> list[tuple[BlockKey, bytes]]:
-        """Return the key of each stored block: the tier's, and its caller's."""
+        """Return the block key and the caller's key of each stored block."""
         found: list[tuple[BlockKey, bytes]] = []
 
         def take(key: BlockKey, frame: memoryview) -> None:
             form = self.format.form_of(frame)
-            if form.header(frame) is not None:  # else a read will find it bad
+            if form.header(frame) is not None:  # else a read reports it as bad
                 found.append((key, key_of(form.tokens(frame))))
 
         try:
-            self.ssd.look([key for key, _ in self.ssd.records()], take)
+            self.ssd.visit([key for key, _ in self.ssd.records()], take)
         except MEDIUM_ERRORS as error:
             msg = f"the store at {self.ssd.path} cannot be read: {error}"
             raise StoreError(msg) from error
         return found
 
-    # ---- protecting and removing ---------------------------------------------------------------
+    # ---- pins and deletion ---------------------------------------------------------------------
 
     def pin(self, blocks: Sequence[NamedBlock]) -> list[bool]:
-        """Protect stored blocks, and what they hang on; say which are stored."""
+        """Pin stored blocks, and with them their ancestors; return which are stored."""
         owned = self.owner("pins")
         with self.context.lock:
             pinned = [block.key in self._index.parents for block in blocks]
@@ -330,7 +332,7 @@ class KeyedBlocks(OpenStore):
             held.count += 1
 
     def unpin(self, blocks: Sequence[NamedBlock]) -> None:
-        """Give back one pin of each block; one that has none is left alone."""
+        """Release one pin of each block. Blocks without a pin are ignored."""
         self.owner("unpins")
         with self.context.lock:
             for block in blocks:
@@ -344,7 +346,7 @@ class KeyedBlocks(OpenStore):
                         self._index.unpin(held.segment)
 
     def delete(self, blocks: Sequence[NamedBlock]) -> int:
-        """Remove blocks and all that hangs on them, unless pinned; return how many went."""
+        """Delete blocks and their descendants, unless pinned; return how many were deleted."""
         owned = self.owner("deletes")
         with self.context.lock:
             is_waiting = any(owned.queued_parent(block.key) is not None for block in blocks)
@@ -355,15 +357,13 @@ class KeyedBlocks(OpenStore):
             with self.context.lock:
                 if block.key not in self._index.parents:
                     continue
-                path = self._path(block.key)
-            count += owned.discard(path, force=False)
+                chain = self._chain(block.key)
+            count += owned.discard(chain, force=False)
         return count
 
     def clear(self) -> int:
-        """Remove every block, pinned or not; return how many went."""
+        """Delete every block, pinned or not; return how many were deleted."""
         return self.owner("clears").clear(self.keys_root)
-
-    # ---- telling -------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes as plain JSON values."""
@@ -388,6 +388,6 @@ class KeyedBlocks(OpenStore):
 def _is_next(
     blocks: Sequence[NamedBlock], parents: Sequence[NamedBlock | None], number: int
 ) -> bool:
-    """Say whether a block hangs on the one before it in the batch."""
+    """Return whether a block is a child of the one before it in the batch."""
     parent = parents[number]
     return parent is not None and parent.hash == blocks[number - 1].hash

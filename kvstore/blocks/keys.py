@@ -1,7 +1,7 @@
-"""Blocks that their callers name: a key in place of token ids, and otherwise a block like any.
+"""Keys of callers as blocks: the hash, the frame and the chain of a block under a caller's key.
 
 A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's
-key, so a frame holds the whole key and a read compares it, byte for byte. docs/format.md, section 6.
+key, so a frame contains the whole key and a read compares it byte by byte. docs/format.md, section 6.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from kvstore.identity.hash import block_hash, root_digest
 from kvstore.layout import LayerGroup, Layout
 
 Key = bytes | str
-"""A caller's key. A text stands for its UTF-8 bytes."""
+"""A caller's key. A string means its UTF-8 bytes."""
 
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
-"""The one namespace of their blocks."""
+"""The namespace of all blocks under callers' keys."""
 GROUP = "block"
-"""Name of the one group."""
+"""Name of the group."""
 KEY_BYTES_LIMIT = 4096
-"""Longest key that a store may be made for: each block carries room for it."""
+"""Largest ``key_bytes`` of a store: each block has room for a key of that length."""
 
 
 def keys_root(secret: bytes | None) -> BlockHash:
-    """Return what a block without a parent hangs on, and what every key is hashed under."""
+    """Return the root: the parent of blocks without a parent, and the prefix of every key's hash."""
     return root_digest(b"kvstore.keys.1", secret)
 
 
 def key_words(key_bytes: int) -> int:
-    """Return the 32-bit words that hold a key of up to ``key_bytes`` bytes with its length."""
+    """Return the number of 32-bit words for a key of up to ``key_bytes`` bytes and its length."""
     return 1 + -(-key_bytes // 4)
 
 
 def keyed_format(block_bytes: int, key_bytes: int) -> FrameFormat:
-    """Return the frame of blocks of ``block_bytes`` under keys of up to ``key_bytes`` bytes.
+    """Return the frame format for blocks of ``block_bytes`` under keys of up to ``key_bytes`` bytes.
 
     Raises:
         ConfigError: if either is not a positive integer, or the key is longer than frames allow.
@@ -62,22 +62,22 @@ def keyed_format(block_bytes: int, key_bytes: int) -> FrameFormat:
 
 @dataclass(frozen=True, slots=True)
 class NamedBlock:
-    """A block's name: the caller's key as words, and what follows from it."""
+    """A caller's key as words, and its block hash."""
 
     words: NDArray[np.uint32]
     hash: BlockHash
 
     @property
     def key(self) -> BlockKey:
-        """What tier and index know it by."""
+        """The block key in tier and index."""
         return block_key(self.hash)
 
 
 def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
-    """Return the name of the block that a caller calls ``key``, under its store's ``keys_root``.
+    """Return the words and the hash of a caller's key, under the ``keys_root`` of its store.
 
     Raises:
-        ValueError: if it is neither bytes nor text, or too long.
+        ValueError: if it is neither bytes nor a string, or too long.
     """
     given: object = key
     if isinstance(given, str):
@@ -99,26 +99,26 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
 
 
 def key_of(words: NDArray[np.uint32]) -> bytes:
-    """Return the caller's key that ``named`` wrote down as words."""
+    """Return the caller's key of the words that ``named`` returned."""
     return words[1:].astype("<u4").tobytes()[: int(words[0])]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChain:
-    """Named blocks, each the child of the one before it, below blocks of which the keys suffice."""
+    """A chain of blocks under callers' keys: those to store, and the keys of their ancestors."""
 
     root: BlockHash
-    """The one root of all keyed blocks of a store."""
+    """The ``keys_root`` of the store."""
     above: bytes
-    """Keys of the blocks over them, end to end."""
+    """Concatenated keys of their ancestors from the root on."""
     parent: BlockHash
-    """Hash of the last of those, the root's if there is none."""
+    """Hash of the last ancestor; the root if there is none."""
     blocks: Sequence[NamedBlock]
     path: bytes = field(default=b"", init=False)
-    """Keys of all blocks from the root on, end to end."""
+    """Concatenated keys of all blocks from the root on."""
 
     def __post_init__(self) -> None:
-        """Join the keys, once."""
+        """Concatenate the keys."""
         keys = [block.key for block in self.blocks]
         object.__setattr__(self, "path", self.above + b"".join(keys))
 
@@ -140,9 +140,9 @@ class KeyChain:
         return self.block(number).hash
 
     def parent_hash(self, number: int) -> BlockHash:
-        """Hash of what block ``number``, one of ``blocks``, hangs on."""
+        """Hash of the parent of block ``number``, which must be one of ``blocks``."""
         return self.block(number - 1).hash if number > self.first else self.parent
 
-    def has_images(self, number: int) -> bool:  # noqa: ARG002 - a chain's question
-        """Say that no image touches it."""
+    def has_images(self, number: int) -> bool:  # noqa: ARG002 - the interface of a chain
+        """Return False: no block contains an image."""
         return False

@@ -22,7 +22,9 @@ from kvstore.frame.format import Frames, Wave
 from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
 from kvstore.store.context import Context
-from kvstore.transfer.threads import BARRIER_SECONDS, Job, TaskThread, unharmed
+from kvstore.transfer.interrupts import BARRIER_SECONDS, unharmed
+from kvstore.transfer.job import Job
+from kvstore.transfer.tasks import TaskThread
 
 if TYPE_CHECKING:
     from kvstore.tier.paged import PagedEntries

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from kvstore.cache import Scope, SharedTiers
@@ -18,7 +17,6 @@ from kvstore.cache.scope import quota_bytes
 from kvstore.checks import ROLES, choice, flag, integer, number, positive, text
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.at_rest import Packing, frames_of, loses
-from kvstore.identity.hash import secret_fingerprint
 from kvstore.identity.namespace import Namespace
 from kvstore.index.plan import REQUEST_SHARE
 from kvstore.layout import Layout
@@ -27,15 +25,18 @@ from kvstore.output.sizes import share_of, size_bytes
 from kvstore.policy.guarded import METHODS
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.store.opening import format_text, resolved, secret_for, share, unshare
-from kvstore.tier.ssd.tier import SsdOptions, SsdTier
+from kvstore.store.opening import resolved, tier_opening
+from kvstore.store.registry import Sharing, share, unshare
+from kvstore.store.store_format import StoreFormat
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
 from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
 
 
-class PrefixCache(Scope):
+class PrefixCache(Scope, Sharing):
     """The scope that opened a store: what an engine holds.
 
     A context manager; leaving it flushes and closes. One that is dropped without ``close`` is closed
@@ -153,22 +154,6 @@ class PrefixCache(Scope):
             unshare(holding)
             raise
 
-    def close(self) -> None:
-        """Flush, and release the store when this was its last opening. Idempotent."""
-        if self._holding is not None:
-            unshare(self._holding)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 READ_THREADS = 4
 """Most threads of a load by default: of four, each reading its next run, a disk has 128 blocks to
@@ -245,29 +230,13 @@ def _opening(
     """Return how the tier of a directory is opened, and what builds an open store on it."""
     packing = options.packing
     frame_format = frames_of(options.layout, options.block_tokens, packing)
-    key = secret_for(directory, role, is_wanted=options.secret)
-    ssd_options = SsdOptions(
-        capacity_bytes=options.ssd_bytes,
-        frame_bytes=frame_format.frame_bytes,
-        format_text=format_text(
-            options.layout,
-            options.block_tokens,
-            ssd_formats=packing.formats if packing else None,
-            secret=secret_fingerprint(key) if key else "",
-        ),
-        role=role,
-        preallocate=options.preallocate,
-        is_mixed=packing is not None,
-    )
 
     def make_device() -> DeviceTier:
         from kvstore.tier.device import DeviceTier  # imports torch: only who loads pays for it
 
         return DeviceTier(frame_format, options.device_bytes, options.device)
 
-    def build(ssd: SsdTier) -> SharedTiers:
-        if ssd.is_owner and ssd.fact("layout") is None:
-            ssd.set_fact("layout", options.layout.model.encode(errors="replace"))
+    def build(ssd: SsdTier, secret: bytes | None) -> SharedTiers:
         now = options.clock if options.clock is not None else time.monotonic
         return SharedTiers(
             frame_format=frame_format,
@@ -283,14 +252,15 @@ def _opening(
             open_device=make_device,
             clock=now,
             wall_clock=options.clock if options.clock is not None else time.time,
-            secret=key,
+            secret=secret,
             scrub_bytes_per_second=options.scrub_bytes_per_second,
             read_threads=options.read_threads,
             policy=_order(options.policy),
             request_share=options.request_share,
         )
 
-    return ssd_options, build
+    form = StoreFormat(options.layout, options.block_tokens, ssd_formats=options.ssd_formats)
+    return tier_opening(directory, role, options, form, frame_format.frame_bytes, build)
 
 
 def _device(value: object, name: str) -> str:
@@ -376,6 +346,3 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "request_share": share_of,
 }
 """The check of each option: takes the value and its name, raises ``ConfigError``."""
-
-
-__all__ = ["PrefixCache", "format_text", "size_bytes"]

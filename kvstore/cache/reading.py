@@ -21,7 +21,7 @@ from kvstore.frame.format import Frames, Wave
 from kvstore.identity.chain import Prefix
 from kvstore.store.context import Context
 from kvstore.tier.ssd.tier import READ_BATCH, SsdTier
-from kvstore.transfer.threads import Crew, Errand
+from kvstore.transfer.pool import ParallelTask, ThreadPool
 
 RUN_BYTES = 16 << 20
 """Most bytes of a run, if a block fits: blocks of 3 MB come 15 % faster than one at a time, and smaller
@@ -72,7 +72,7 @@ class Reading:
 
     prefix: Prefix
     first: int
-    errand: Errand
+    errand: ParallelTask
     limits: Limits
     began: float
     faults: dict[int, str]
@@ -98,7 +98,7 @@ class Reads:
         self._format = frame_format
         self._ssd = ssd
         self._discard = discard
-        self._crew = Crew("kvstore-read", threads - 1)
+        self._crew = ThreadPool("kvstore-read", threads - 1)
         self._runs_ahead = RUNS_AHEAD * threads
 
     def close(self) -> None:
@@ -185,15 +185,15 @@ class Reads:
                 faults[start + result.count] = result.fault
             return at + result.count
 
-        errand = Errand(
+        errand = ParallelTask(
             *(stop - first, run, work),
             deadline=limits.deadline,
             is_cancelled=limits.is_cancelled,
         )
         reading = Reading(prefix, first, errand, limits, time.perf_counter(), faults)
-        if errand.runs > 1:
+        if errand.chunks > 1:
             ssd.will_need(keys[:ahead], bounds)
-        if errand.runs > 1 or limits.leaves:
+        if errand.chunks > 1 or limits.leaves:
             self._crew.begin(errand)
         return reading
 

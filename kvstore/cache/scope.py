@@ -32,7 +32,7 @@ from kvstore.layout.replay import ReplayHook, ReplayRequest, WindowSnapshot
 from kvstore.output.sizes import size_bytes
 from kvstore.tier.pages import Pages
 from kvstore.tier.window import check_snapshot, copy_of
-from kvstore.transfer.threads import Job
+from kvstore.transfer.job import Job
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,9 @@ from kvstore.policy.protocol import Policy
 from kvstore.store import generations
 from kvstore.store.namespaces import namespace_facts
 from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import BUSY
 from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from kvstore.store.failures import WriteFailures
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.pending import PendingBlocks, StoreRequest
 from kvstore.store.retention import Renewal, Retention
-from kvstore.transfer.threads import QueuedBlock, Writer
+from kvstore.transfer.commit_queue import CommitQueue, QueuedBlock
 
 Encode = Callable[[Header], bytearray]
 """Returns the frame of the block that a header names."""
@@ -49,7 +49,7 @@ class Admission:
     frames: Frames
     namespaces: Namespaces
     pending: PendingBlocks
-    queue: Writer[StoreRequest]
+    queue: CommitQueue[StoreRequest]
     retention: Retention
     failures: WriteFailures
     request_blocks: int

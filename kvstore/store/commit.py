@@ -17,8 +17,10 @@ from kvstore.store.namespaces import Namespaces
 from kvstore.store.pending import PendingBlocks, Queued, StoreRequest
 from kvstore.store.quota import Quotas
 from kvstore.store.retention import Amendment, Retention, stored_expiry
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, Put, SsdTier
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import Put
 
 RETRY_EVICTION_BLOCKS = 16
 """Blocks evicted before a commit that found no room is tried again. docs/decisions/0009."""

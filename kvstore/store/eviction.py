@@ -11,7 +11,8 @@ from kvstore.index.prefix_tree import PrefixIndex
 from kvstore.store.context import Context
 from kvstore.store.failures import WriteFailures
 from kvstore.store.namespaces import Lineage, Namespaces
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 
 from kvstore.store.context import Context
-from kvstore.tier.ssd.tier import SsdTier, passes
+from kvstore.tier.ssd.faults import passes
+from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
 

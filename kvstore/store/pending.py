@@ -9,7 +9,7 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 from kvstore.identity.chain import Chain
 from kvstore.index.prefix_tree import PrefixIndex
 from kvstore.store.namespaces import Namespaces
-from kvstore.transfer.threads import QueuedBlock
+from kvstore.transfer.commit_queue import QueuedBlock
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,8 @@ from kvstore.store.context import Context
 from kvstore.store.eviction import Eviction, Limit
 from kvstore.store.failures import WriteFailures
 from kvstore.store.namespaces import Lineage, Namespaces
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
 
 QUOTA_SLACK = 0.04
 """Share of a quota that eviction frees beyond need: the distance of the tier's watermarks."""

@@ -11,7 +11,8 @@ from kvstore.identity.chain import Chain
 from kvstore.index.prefix_tree import NEVER, PrefixIndex, Segment
 from kvstore.store.context import Context
 from kvstore.store.failures import WriteFailures
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
 
 Amendment = tuple[list[BlockKey], dict[str, Any]]
 """Keys of records and the fields that change in them."""

@@ -28,9 +28,11 @@ from kvstore.store.pending import PendingBlocks, StoreRequest
 from kvstore.store.quota import Quotas
 from kvstore.store.rebuild import rebuild
 from kvstore.store.retention import Retention
+from kvstore.tier.ssd.capacity import usage_in
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.records import PLAUSIBLE_SEQUENCE, Records
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier, usage_in
-from kvstore.transfer.threads import Writer
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.transfer.commit_queue import CommitQueue
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class OwnedSsd:
             *(context, ssd, frames, index, spaces, pending),
             *(retention, removal, eviction, quotas, failures, changing),
         )
-        self.queue: Writer[StoreRequest] = Writer(
+        self.queue: CommitQueue[StoreRequest] = CommitQueue(
             self._committer.commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
         )
         admission = Admission(

@@ -31,7 +31,7 @@ from kvstore.blocks import keys as keys_module
 from kvstore.blocks.keyed import KeyedBlocks
 from kvstore.blocks.keys import keys_root, named
 from kvstore.frame.format import FrameFormat, Header
-from kvstore.store.opening import format_text
+from kvstore.store.store_format import StoreFormat, format_text
 from tests.stores import open_cache
 
 SIZE = 5000
@@ -880,7 +880,7 @@ def test_the_format_of_a_keyed_block_is_as_documented() -> None:
     )
     entries = {keys_module.GROUP: np.arange(5, dtype=np.uint8).reshape(1, 1, 5)}
     assert form.encode(header, block.words, form.entries_source(entries), 0).hex() == GOLDEN_FRAME
-    text = json.loads(format_text(form.layout, form.block_tokens, 8))
+    text = json.loads(format_text(StoreFormat(form.layout, form.block_tokens, 8)))
     assert (text["key_bytes"], text["block_tokens"]) == (8, 3)
     group = text["groups"][0]
     assert (group["name"], group["values"], group["entry_format"]) == ("block", 5, "u8")

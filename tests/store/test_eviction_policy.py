@@ -232,7 +232,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         return Limit(lambda: eviction.index.blocks * size, full, full, None, "no_room")
 
     monkeypatch.setattr(Eviction, "cap", limit)
-    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)  # a flush ends the wait
+    monkeypatch.setattr(
+        "kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0
+    )  # a flush ends the wait
 
 
 @pytest.mark.usefixtures("exact")

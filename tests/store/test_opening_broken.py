@@ -36,9 +36,12 @@ from kvstore import (
 from kvstore.cache.scope import Scope
 from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
-from kvstore.tier.ssd import directory
-from kvstore.tier.ssd import tier as ssd_module
-from kvstore.transfer.threads import Writer
+from kvstore.store import opening
+from kvstore.tier.ssd import opening as ssd_opening
+from kvstore.tier.ssd.files import LOCK_FILE
+from kvstore.tier.ssd.owner_lock import try_lock
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.transfer.commit_queue import CommitQueue
 from tests.builders import Clock, snapshot_of
 from tests.stores import (
     BLOCK,
@@ -71,15 +74,15 @@ def kept(cache: Scope, count: int = 4 * BLOCK + 1, seed: int = 0, **options: Any
 def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Keep every commit waiting until the event is set."""
     go = threading.Event()
-    next_batch = Writer._next_batch
+    next_batch = CommitQueue._next_batch
 
-    def wait(self: Writer[Any]) -> Any:
+    def wait(self: CommitQueue[Any]) -> Any:
         batch = next_batch(self)
         if isinstance(batch, list):
             go.wait(30)
         return batch
 
-    monkeypatch.setattr(Writer, "_next_batch", wait)
+    monkeypatch.setattr(CommitQueue, "_next_batch", wait)
     yield go
     go.set()
 
@@ -591,17 +594,31 @@ def test_a_medium_that_is_full_or_fails_at_open_leaves_the_store_alone(
         tokens = kept(cache)
     before = open_files()
 
-    def fail(*_args: Any) -> None:
-        raise error
+    class Failing(SsdTier):
+        def set_fact(self, *_args: Any) -> None:
+            raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(ssd_module.SsdTier, "set_fact", fail)
+        broken.setattr(opening, "tier_class", Failing)
         with pytest.raises(StoreError, match="cannot be opened"):
             open_cache(tmp_path / "s")
     assert open_files() == before
     assert [item.name for item in tmp_path.iterdir()] == ["s"]
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
+
+
+def test_a_store_that_another_process_takes_while_it_is_set_aside_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cache(tmp_path / "s").close()
+    (tmp_path / "s" / "data.mdb").write_bytes(b"broken" * 4096)
+    before = open_files()
+    locks = [try_lock(tmp_path / "s"), None]
+    monkeypatch.setattr(ssd_opening, "try_lock", lambda _: locks.pop(0))
+    with pytest.raises(StoreBusy, match="is owned by process"):
+        open_cache(tmp_path / "s", role="owner")
+    assert open_files() == before
 
 
 def test_a_process_killed_while_it_wrote_the_version_blocks_nobody(tmp_path: Path) -> None:
@@ -640,7 +657,7 @@ def test_a_look_at_who_owns_a_store_does_not_pass_for_an_owner(
     import fcntl
 
     open_cache(tmp_path / "s").close()
-    looking = os.open(tmp_path / "s" / directory.LOCK_FILE, os.O_RDONLY)
+    looking = os.open(tmp_path / "s" / LOCK_FILE, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr(time, "sleep", lambda _seconds: fcntl.flock(looking, fcntl.LOCK_UN))
     with open_cache(tmp_path / "s", role="owner") as cache:
@@ -879,7 +896,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
 
         for name in ("put", "delete", "amend", "set_facts", "fact", "facts", "_read_batch", "sync"):
             monkeypatch.setattr(cache._shared.ssd, name, fail)
-        monkeypatch.setattr(ssd_module.SsdTier, "live_bytes", property(fail))
+        monkeypatch.setattr(SsdTier, "live_bytes", property(fail))
         other = tokens_of(33, seed=1)
         cache.store(other, entries_of(DENSE, other), ttl=5, pin=True)
         assert cache.read(cache.lookup(tokens)).tokens == 0

@@ -1,11 +1,10 @@
-"""Whether the trees of a database file hold together, found out without LMDB and without a value.
+"""A check of the B+ trees of an LMDB file without LMDB, and a fast walk over a leaf's rows.
 
-LMDB believes its own pages. One changed bit in a tree, a free list or a meta page can end the
-process by an assertion, or make a file that no opening accepts, so the owner looks first. Values are
-not touched: reads check those. What is checked: both meta pages, the form of every tree page, the
-order of keys, the counters of every database, and that trees, values and free lists share out all
-pages, each one once. After an unclean end the heads of values are looked at too, which LMDB believes
-when it gives their pages free.
+LMDB trusts its own pages. One changed bit in a tree, a free list or a meta page can end the process
+by an assertion, or make a file that no opening accepts, so the owner checks the file first. Checked
+are both meta pages, the form of every tree page, the order of keys, the counters of every database,
+and that each page belongs to exactly one tree, value or free list. Values are not read: reads check
+them. After an unclean end the heads of values are checked too, which LMDB trusts when it frees them.
 
 Source of the layout: LMDB 0.9, data version 1, on 64 bits. Cost: one read of 4 KiB per tree page
 and one bit per page of the file, about 0.2 µs a block.
@@ -30,46 +29,46 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 _META = struct.Struct("<QHHHH IIQQ 48s48s QQ")
-"""Number, padding, flags, and two that a meta page does not use; magic, version, address, map size;
+"""Number, padding, flags, and two fields unused in a meta page; magic, version, address, map size;
 the records of the free lists and of the main database; last page, transaction."""
 _RECORD = struct.Struct("<IHHQQQQQ")
-"""Of a database: padding, flags, depth, branch, leaf and overflow pages, entries, root."""
+"""A database: padding, flags, depth, branch, leaf and overflow pages, entries, root."""
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGE = 8
 _INTEGER_KEYS = 8
-"""Flag of a database: the free lists' one, by transaction."""
+"""Flag of the database of free lists, keyed by transaction."""
 _METAS = 2
 _NOWHERE = 2**64 - 1
-"""Root of a database with nothing in it."""
+"""Root of an empty database."""
 _DEEPEST = 32
 _WINDOW = 16
-"""Pages that are asked for in one read, if two of them are needed: 64 KiB more take a disk about as
-long as another read does (0.8 GB/s, 20,000 reads a second)."""
+"""Pages of one read ahead, if two of them are needed: a disk reads 64 KiB in about the time of one more
+read (0.8 GB/s, 20,000 reads a second)."""
 _DATABASES = 64
-"""More are not followed: a store has four."""
+"""Most databases that are followed; a store has four."""
 
 _VALUE = np.dtype([("page", "<u8"), ("pages", "<u8")])
 _HEAD = np.dtype([("page", "<u8"), ("padding", "<u2"), ("flags", "<u2"), ("pages", "<u4")])
-"""How a value that has pages of its own begins. Source: MDB_page, LMDB 0.9."""
+"""Head of a value with pages of its own. Source: MDB_page, LMDB 0.9."""
 _OVERFLOW = 4
-"""Flag of such a page."""
+"""Flag of the first page of such a value."""
 _HEAD_BATCH = 1024
-"""Heads that are asked for at a time."""
+"""Heads read at a time."""
 
 _COMPLAINTS: Mapping[int, str] = {
-    lib.KVSTORE_TREE_CUT: "page {page} lies behind the end of the file",
-    lib.KVSTORE_TREE_USE: "page {page} names a page that is none, or is used twice",
-    lib.KVSTORE_TREE_KIND: "page {page} is no tree page of its depth",
-    lib.KVSTORE_TREE_FORM: "page {page} has nodes elsewhere",
-    lib.KVSTORE_TREE_ORDER: "page {page}: order",
-    lib.KVSTORE_TREE_NODE: "page {page}: a node of another kind",
-    lib.KVSTORE_TREE_LIST: "page {page}: a free list that does not hold together",
-    lib.KVSTORE_TREE_COUNTERS: "database {name} is not as its record says, at page {page}",
+    lib.KVSTORE_TREE_CUT: "page {page} is beyond the end of the file",
+    lib.KVSTORE_TREE_USE: "page {page} names a page that does not exist or is used twice",
+    lib.KVSTORE_TREE_KIND: "page {page} is no tree page of this depth",
+    lib.KVSTORE_TREE_FORM: "page {page} has nodes outside its bounds",
+    lib.KVSTORE_TREE_ORDER: "page {page} has keys out of order",
+    lib.KVSTORE_TREE_NODE: "page {page} has a node of another kind",
+    lib.KVSTORE_TREE_LIST: "page {page} has an inconsistent free list",
+    lib.KVSTORE_TREE_COUNTERS: "database {name} differs from its record at page {page}",
 }
 
 
 class _BrokenError(Exception):
-    """What is wrong, in words."""
+    """The problem of a file, in words."""
 
 
 def _demand(holds: object, complaint: str) -> None:
@@ -79,27 +78,27 @@ def _demand(holds: object, complaint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """What a look at a file found."""
+    """The result of a check."""
 
     problem: str
-    """What is wrong, empty if nothing is."""
+    """The problem found, empty for none."""
     values: NDArray[np.void]
-    """Where each value lies that has pages of its own: ``page`` and ``pages``."""
+    """``page`` and ``pages`` of each value that has pages of its own."""
 
 
 NO_TREES = Trees("", np.empty(0, _VALUE))
-"""Of a file that is not there yet."""
+"""The result for a file that does not exist yet."""
 
 
-def look(file: Path) -> Trees:
-    """Check the trees of ``file``, which nobody writes to.
+def check(file: Path) -> Trees:
+    """Check the trees of ``file``, to which no process writes.
 
     Raises:
         OSError: if the file cannot be read.
     """
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return Trees("", _look(fd))
+        return Trees("", _check_file(fd))
     except _BrokenError as problem:
         return Trees(str(problem), np.empty(0, _VALUE))
     finally:
@@ -107,12 +106,12 @@ def look(file: Path) -> Trees:
 
 
 def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None) -> str:
-    """Return what is wrong with the heads of ``values`` in ``file``, empty if nothing is.
+    """Return the problem of the heads of ``values`` in ``file``, empty for none.
 
     Raises:
         OSError: if the file cannot be read; ``TimeoutError`` if it takes longer than ``seconds``.
 
-    Cost: 16 bytes read a value, in the order of the file.
+    Cost: reads 16 bytes of each value, in the order of the file.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     values = values[np.argsort(values["page"])]
@@ -127,22 +126,22 @@ def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None
                 os.posix_fadvise(fd, offset, _HEAD.itemsize, os.POSIX_FADV_WILLNEED)
             data = b"".join([os.pread(fd, _HEAD.itemsize, offset) for offset in offsets])
             if len(data) != len(batch) * _HEAD.itemsize:
-                return "a value lies behind the end of the file"
+                return "a value is beyond the end of the file"
             found = np.frombuffer(data, _HEAD)
             bad = found["page"] != batch["page"]
             bad |= (found["pages"] != batch["pages"]) | (found["flags"] != _OVERFLOW)
             if bad.any():
-                return f"page {batch['page'][bad][0]} does not begin as a value"
+                return f"page {batch['page'][bad][0]} is not the head of a value"
     finally:
         os.close(fd)
     return ""
 
 
 def rows(cursor: Any, key_bytes: int, value_bytes: int) -> Iterator[bytes]:
-    """Yield keys and values of one size, end to end, a leaf at a time; others are left out.
+    """Yield concatenated keys and values of the given sizes, a leaf at a time; others are left out.
 
-    ``cursor`` is one of LMDB's, in a transaction that returns views. LMDB finds the leaves, so they are those of its snapshot. A leaf that makes no sense is left to
-    LMDB, pair by pair.
+    ``cursor`` is LMDB's, in a transaction that returns views: LMDB finds the leaves of its snapshot.
+    A leaf that cannot be parsed is read pair by pair through LMDB.
     """
     level: TreeLevel = ffi.new("struct kvstore_tree_level *")
     count = ffi.new("size_t *")
@@ -164,7 +163,7 @@ def rows(cursor: Any, key_bytes: int, value_bytes: int) -> Iterator[bytes]:
 
 
 class _Meta(NamedTuple):
-    """What a meta page says."""
+    """The content of a meta page."""
 
     free: Tree
     main: Tree
@@ -172,12 +171,8 @@ class _Meta(NamedTuple):
     transaction: int
 
 
-def _look(fd: int) -> NDArray[np.void]:
-    """Check the trees of a file; return where their values lie.
-
-    Raises:
-        _BrokenError: if something is wrong.
-    """
+def _check_file(fd: int) -> NDArray[np.void]:
+    """Check the trees of a file; return the pages of their values. Raises ``_BrokenError``."""
     free, main, last_page, transaction = max(
         (_meta(fd, number) for number in range(_METAS)), key=lambda meta: meta.transaction
     )
@@ -193,19 +188,19 @@ def _look(fd: int) -> NDArray[np.void]:
     walk.used = ffi.from_buffer("uint8_t[]", used, require_writable=True)
     walk.named, walk.named_room = named, _DATABASES
     values = [
-        _check(walk, free, lib.KVSTORE_TREE_FREE, "of free lists"),
-        _check(walk, main, lib.KVSTORE_TREE_NAMED, "of databases"),
+        _check_tree(walk, free, lib.KVSTORE_TREE_FREE, "of free lists"),
+        _check_tree(walk, main, lib.KVSTORE_TREE_NAMED, "of databases"),
     ]
     values += [
-        _check(walk, named[number], lib.KVSTORE_TREE_VALUES, str(number))
+        _check_tree(walk, named[number], lib.KVSTORE_TREE_VALUES, str(number))
         for number in range(walk.named_count)
     ]
-    _demand(walk.used_pages == pages - _METAS, "pages are used by nothing")
+    _demand(walk.used_pages == pages - _METAS, "pages belong to no tree")
     return np.concatenate(values)
 
 
-def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]:
-    """Check one tree, depth by depth; return where its values lie."""
+def _check_tree(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]:
+    """Check one tree, depth by depth; return the pages of its values."""
     _demand(
         tree.depth <= _DEEPEST and (tree.depth == 0) == (tree.root == _NOWHERE),
         f"database {name} has depth {tree.depth}, and its root is page {tree.root}",
@@ -221,7 +216,7 @@ def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]
         below = np.empty(room, np.uint64)
         walk.below = ffi.from_buffer("uint64_t[]", below, require_writable=True)
         walk.below_room = room
-        _look_ahead(walk.file, pages)
+        _read_ahead(walk.file, pages)
         fault = lib.kvstore_check_level(
             walk, ffi.from_buffer("uint64_t[]", pages), len(pages), kind, is_leaf
         )
@@ -239,8 +234,8 @@ def _check(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]
     return values
 
 
-def _look_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
-    """Ask for pages that are read next, in the order of the file, near ones in one read."""
+def _read_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
+    """Read ahead the pages of the next depth, in the order of the file, near ones in one read."""
     pages = np.sort(pages)
     begins = np.flatnonzero(np.diff(pages // _WINDOW, prepend=_NOWHERE))
     firsts, lasts = pages[begins], pages[np.append(begins[1:], len(pages)) - 1]
@@ -252,7 +247,7 @@ def _look_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
 
 def _meta(fd: int, number: int) -> _Meta:
     data = os.pread(fd, _META.size, number * PAGE_BYTES)
-    _demand(len(data) == _META.size, f"page {number} lies behind the end of the file")
+    _demand(len(data) == _META.size, f"page {number} is beyond the end of the file")
     found, _, flags, _, _, magic, version, _, map_bytes, free, main, last, transaction = (
         _META.unpack(data)
     )
@@ -265,13 +260,13 @@ def _meta(fd: int, number: int) -> _Meta:
         and map_bytes < 2**47
         and (free_flags, main_flags, main_pad) == (_INTEGER_KEYS, 0, 0)
         and transaction % _METAS == (number if transaction else 0),
-        f"meta page {number} makes no sense",
+        f"meta page {number} is corrupt",
     )
     return _Meta(_tree(free), _tree(main), last, transaction)
 
 
 def _tree(record: bytes) -> Tree:
-    """Return the record of a database as the C kernels take it."""
+    """Return the record of a database as a struct of the C kernels."""
     tree = ffi.new("struct kvstore_tree *")
     ffi.memmove(tree, record, _RECORD.size)
     found: Tree = tree[0]

@@ -1,4 +1,4 @@
-"""Reading the data file past the kernel's cache: what the disk holds, not what was read before."""
+"""Direct reads of the data file, past the kernel's page cache."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ import os
 from pathlib import Path
 
 PAGE_BYTES = 4096
-"""What offset, length and memory of a direct read are multiples of: LMDB's page, and as much as any
-disk asks for."""
+"""Alignment of offset, length and memory of a direct read: the page of LMDB, enough for any disk."""
 
 
 class DirectFile:
     """A file opened for direct reads.
 
-    The cache of the kernel is neither asked nor filled, so a walk over a whole store leaves what is
-    hot where it is. Threads: one.
+    A direct read neither uses nor fills the page cache, so a walk over a whole store evicts no hot
+    page. Threads: one.
     """
 
     def __init__(self, path: Path, largest: int) -> None:
-        """Open ``path`` for reads of up to ``largest`` bytes, those before them on a page included.
+        """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them on a page.
 
         Raises:
-            OSError: where the file system has no direct reads.
+            OSError: if the file system has no direct reads.
         """
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
         self._memory = mmap.mmap(-1, (-(-largest // PAGE_BYTES) + 1) * PAGE_BYTES)
         self._fd = os.open(path, flags)
 
     def read(self, page: int, skip: int, size: int) -> memoryview | None:
-        """Return ``size`` bytes from ``skip`` bytes into a page on, None if they cannot be had.
+        """Return ``size`` bytes from offset ``skip`` of a page on, None if they cannot be read.
 
-        What is returned is good until the next read.
+        The view is valid until the next read.
         """
         length = -(-(skip + size) // PAGE_BYTES) * PAGE_BYTES
         if length > len(self._memory):
@@ -44,10 +43,10 @@ class DirectFile:
         return view[skip : skip + size].toreadonly() if count >= skip + size else None
 
     def forget(self, page: int, size: int) -> None:
-        """Let the kernel drop what it keeps of a place, so that another read asks the disk."""
+        """Drop a frame from the page cache, so that the next read comes from the disk."""
         os.posix_fadvise(self._fd, page * PAGE_BYTES, size + PAGE_BYTES, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-        # The memory goes with the last view of it.
+        # The memory is freed with its last view.

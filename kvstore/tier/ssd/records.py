@@ -1,6 +1,6 @@
-"""What the SSD tier knows of its blocks without reading them: one record, and all of a store.
+"""Block records of the SSD tier: one record, and all records of a store as columns.
 
-docs/format.md, section 5, is normative for the bytes.
+Byte layout: docs/format.md, section 5.
 """
 
 from __future__ import annotations
@@ -17,44 +17,36 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 
 _RECORD = struct.Struct("<16sIIQQdIHeQ")
 RECORD_BYTES = _RECORD.size
-_PLACE, _PLACE_AT = struct.Struct("<Q8xI"), 32
+_LOCATION, _LOCATION_AT = struct.Struct("<Q8xI"), 32
 _ROW = np.dtype(
     [
-        ("key", ">u8", 2),
-        ("parent", ">u8", 2),
-        ("number", "<u4"),
-        ("namespace_id", "<u4"),
-        ("sequence", "<u8"),
-        ("page", "<u8"),
-        ("expires", "<f8"),
-        ("frame_bytes", "<u4"),
-        ("flags", "<u2"),
-        ("error", "<f2"),
-        ("head_sum", "<u8"),
+        *(("key", ">u8", 2), ("parent", ">u8", 2), ("number", "<u4"), ("namespace_id", "<u4")),
+        *(("sequence", "<u8"), ("page", "<u8"), ("expires", "<f8"), ("frame_bytes", "<u4")),
+        *(("flags", "<u2"), ("error", "<f2"), ("head_sum", "<u8")),
     ]
 )
-"""A key and its record. Words of a key compare as keys do, the first one first."""
+"""A key and its record. The two words of a key compare in the order of keys."""
 assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
 _MOST_ERROR = 65504.0
 """Largest float16."""
 _PINNED, _PACKED, _COMPRESSED = 1, 2, 4
 _MOST_SEQUENCES = 2**63
-"""What is not below is damage, and read as 0, the oldest: no store comes here."""
+"""No store reaches this sequence: a larger one is damage, and is read as 0, the oldest."""
 PLAUSIBLE_SEQUENCE = 2**62
-"""Where counting goes on is below: one changed bit must not take it to where nothing is ordered."""
+"""A new sequence continues from one below this, so that one changed bit cannot exhaust the range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What the tier knows of a block without reading it."""
+    """The record of one block, known without reading its frame."""
 
     parent: BlockKey
     number: int
     namespace_id: int
     sequence: int
-    """Grows with every insert and every use: the order of recency across restarts."""
+    """Logical time of the last insert or use: the order of recency across restarts."""
     page: int = 0
-    """Page of the payload in the file, 0 when unknown. A hint."""
+    """Page of the payload in the file, a hint; 0 if unknown."""
     expires: float = 0.0
     """Wall-clock second, 0 for never."""
     frame_bytes: int = 0
@@ -62,12 +54,12 @@ class Record:
     is_packed: bool = False
     is_compressed: bool = False
     error: float = 0.0
-    """What packing lost, as the frame says; here with the precision of float16."""
+    """Relative error of quantization, as in the frame, rounded to float16."""
     head_sum: int = 0
-    """Checksum of the frame's head, which covers the checksums of its parts."""
+    """Checksum of the frame's head, which contains the checksums of its parts."""
 
     def pack(self, page: int | None = None) -> bytes:
-        """Return the record as stored, with another page if one is given."""
+        """Return the stored bytes of the record, with ``page`` in place of its own if given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
         flags |= _COMPRESSED * self.is_compressed
         return _RECORD.pack(
@@ -78,7 +70,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record | None:
-        """Return the record that ``pack`` wrote, None for anything else."""
+        """Return the record of bytes that ``pack`` wrote, None for any other bytes."""
         if len(data) != RECORD_BYTES:
             return None
         parent, number, namespace, sequence, page, *others = _RECORD.unpack(data)
@@ -99,27 +91,27 @@ class Record:
         )
 
 
-def place_of(data: bytes | memoryview) -> tuple[int, int]:
-    """Return the page and the size of the frame that a stored record names, zeros for no record.
+def location_of(data: bytes | memoryview) -> tuple[int, int]:
+    """Return the page and the frame size of a stored record, zeros for no record.
 
     Cost: a tenth of unpacking it.
     """
     if len(data) != RECORD_BYTES:
         return 0, 0
-    page, size = _PLACE.unpack_from(data, _PLACE_AT)
+    page, size = _LOCATION.unpack_from(data, _LOCATION_AT)
     return page, size
 
 
 class Records:
-    """Every record of a store as columns, in the order of their keys.
+    """All records of a store as columns, in the order of their keys.
 
-    As an iterable: pairs of a key and its record, which are made when they are asked for.
+    Iterating yields pairs of a key and its record, made one by one.
     """
 
     __slots__ = ("_rows",)
 
     def __init__(self, rows: bytes) -> None:
-        """Take pairs of a key and a record, end to end, in the order of their keys."""
+        """``rows`` are concatenated pairs of a key and a record, in the order of their keys."""
         self._rows = np.frombuffer(rows, _ROW)
 
     def __len__(self) -> int:
@@ -129,7 +121,7 @@ class Records:
         for row in self._rows:
             data = row.tobytes()
             record = Record.unpack(data[KEY_BYTES:])
-            assert record is not None, "it has the size of one"
+            assert record is not None, "the size is right"
             yield BlockKey(data[:KEY_BYTES]), record
 
     @property
@@ -139,12 +131,12 @@ class Records:
 
     @property
     def number(self) -> NDArray[np.int64]:
-        """Places of the blocks in their chains."""
+        """Numbers of the blocks in their chains."""
         return self._rows["number"].astype(np.int64)
 
     @property
     def namespace_id(self) -> NDArray[np.uint32]:
-        """Numbers of their namespaces."""
+        """Numbers of the blocks' namespaces."""
         return np.ascontiguousarray(self._rows["namespace_id"])
 
     @property
@@ -171,7 +163,7 @@ class Records:
         return found
 
     def parents(self) -> NDArray[np.int64]:
-        """Return the place of each block's parent among the records, -1 where it is not there.
+        """Return the position of each block's parent among the records, -1 if it has none there.
 
         Cost: about 0.3 µs a block.
         """
@@ -179,7 +171,7 @@ class Records:
             return np.empty(0, np.int64)
         high, low = self._rows["key"].T.astype(np.uint64)
         wanted_high, wanted_low = self._rows["parent"].T.astype(np.uint64)
-        order = np.argsort(wanted_high)  # so that a search looks where the one before it did
+        order = np.argsort(wanted_high)  # consecutive searches read near addresses
         wanted_high, wanted_low = wanted_high[order], wanted_low[order]
         first = np.searchsorted(high, wanted_high, "left")
         last = np.searchsorted(high, wanted_high, "right")
@@ -190,6 +182,6 @@ class Records:
             last = np.where(is_wide & ~is_at_most, middle, last)
         found: NDArray[np.int64] = np.minimum(first, len(self) - 1)
         found[(high[found] != wanted_high) | (low[found] != wanted_low)] = -1
-        places = np.empty_like(found)
-        places[order] = found
-        return places
+        positions = np.empty_like(found)
+        positions[order] = found
+        return positions

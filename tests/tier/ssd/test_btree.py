@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.tier.ssd import btree as tree
+from kvstore.tier.ssd import btree
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 
@@ -30,8 +30,8 @@ def store(tmp_path: Path) -> Path:
 
 def problem_of(data: Path) -> str:
     """All that can be found: the trees, and the heads of values."""
-    trees = tree.look(data)
-    return trees.problem or tree.problem_of_heads(data, trees.values, None)
+    trees = btree.check(data)
+    return trees.problem or btree.problem_of_heads(data, trees.values, None)
 
 
 def pages_of_kind(whole: bytes, *kinds: int) -> list[int]:
@@ -48,7 +48,7 @@ def test_a_sound_file_has_no_problem(store: Path) -> None:
 
 def test_values_that_have_pages_of_their_own_are_found(store: Path) -> None:
     """Oracle: LMDB's own count of such pages, and the hint that each record has."""
-    values = tree.look(store / "data.mdb").values
+    values = btree.check(store / "data.mdb").values
     with open_cache(store, ssd_bytes="3MiB", role="reader") as cache:
         pages = {record.page for _, record in cache._shared.ssd.records()}
     assert len(pages) > 20
@@ -90,17 +90,17 @@ def test_it_agrees_with_the_verifier_of_lmdb(store: Path) -> None:
 def test_the_head_of_a_value_is_looked_at_and_its_bytes_are_not(store: Path) -> None:
     data = store / "data.mdb"
     whole = data.read_bytes()
-    values = tree.look(data).values
+    values = btree.check(data).values
     page = int(values["page"][len(values) // 2])
     for at, is_bad in ((0, True), (10, True), (12, True), (8, False), (16, False), (4000, False)):
         spoiled = bytearray(whole)
         spoiled[page * 4096 + at] ^= 1
         data.write_bytes(spoiled)
-        assert tree.look(data).problem == ""
-        expected = f"page {page} does not begin as a value" if is_bad else ""
-        assert tree.problem_of_heads(data, values, None) == expected
+        assert btree.check(data).problem == ""
+        expected = f"page {page} is not the head of a value" if is_bad else ""
+        assert btree.problem_of_heads(data, values, None) == expected
     with pytest.raises(TimeoutError):
-        tree.problem_of_heads(data, values, -1.0)
+        btree.problem_of_heads(data, values, -1.0)
 
 
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 40))
@@ -119,9 +119,9 @@ def test_whatever_is_in_a_file_looking_does_no_harm(store: Path, seed: int, chan
         whole[at : at + size] = rng.bytes(size)
     spoiled = data.with_name("spoiled.mdb")
     spoiled.write_bytes(whole[: len(whole) - int(rng.integers(0, 2)) * 4096])
-    trees = tree.look(spoiled)
+    trees = btree.check(spoiled)
     if not trees.problem:
-        tree.problem_of_heads(spoiled, trees.values, None)
+        btree.problem_of_heads(spoiled, trees.values, None)
 
 
 @pytest.mark.parametrize(

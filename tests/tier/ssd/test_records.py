@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.identity.block import BlockKey
-from kvstore.tier.ssd import btree as tree
+from kvstore.tier.ssd import btree
 from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records
 
 BYTES_16 = st.binary(min_size=16, max_size=16)
@@ -68,7 +68,7 @@ def env(tmp_path: Path) -> lmdb.Environment:
 def pairs_of(env: lmdb.Environment) -> tuple[bytes, bytes]:
     """Return what is read by leaves, and what LMDB says pair by pair."""
     with env.begin(buffers=True) as txn:
-        by_leaf = b"".join(tree.rows(txn.cursor(), 16, RECORD_BYTES))
+        by_leaf = b"".join(btree.rows(txn.cursor(), 16, RECORD_BYTES))
     with env.begin() as txn:
         one_by_one = b"".join(
             bytes(key) + bytes(value)
@@ -92,7 +92,7 @@ def test_rows_are_the_pairs_of_a_snapshot(env: lmdb.Environment) -> None:
     by_leaf, one_by_one = pairs_of(env)
     assert by_leaf == one_by_one != b""
     with env.begin(buffers=True) as txn:
-        rows = tree.rows(txn.cursor(), 16, RECORD_BYTES)
+        rows = btree.rows(txn.cursor(), 16, RECORD_BYTES)
         first = next(rows)
         with env.begin(write=True) as change:
             change.drop(env.open_db(None, txn=change), delete=False)
