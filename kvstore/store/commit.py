@@ -15,7 +15,7 @@ from kvstore.store.eviction import Eviction, Limit, Removal
 from kvstore.store.failures import WriteFailures
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.pending import PendingBlocks, Queued, StoreRequest
-from kvstore.store.quota import Quotas
+from kvstore.store.quota import quota_limit
 from kvstore.store.retention import Amendment, Retention, stored_expiry
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.records import Record
@@ -127,7 +127,6 @@ class Committer:
     retention: Retention
     removal: Removal
     eviction: Eviction
-    quotas: Quotas
     failures: WriteFailures
     changing: threading.RLock
     """The writer's lock of changes."""
@@ -181,8 +180,11 @@ class Committer:
 
     def _make_room(self, runs: list[Run]) -> None:
         """Evict where a batch would cross a limit, quotas before the cap, and drop what is over."""
-        for lineage, limit in self.quotas.limits(run.request.namespace_id for run in runs):
-            self._fit([run for run in runs if run.request.namespace_id in lineage.numbers], limit)
+        for lineage in self.namespaces.lineages(run.request.namespace_id for run in runs):
+            limit = quota_limit(lineage, self.ssd.usage)
+            if limit is not None:
+                own = [run for run in runs if run.request.namespace_id in lineage.numbers]
+                self._fit(own, limit)
         self._fit(runs, self.eviction.cap(self.ssd.high_bytes, self.ssd.low_bytes))
         runs[:] = [run for run in runs if run.blocks]
 

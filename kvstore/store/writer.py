@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvstore.store.eviction import Eviction, Removal
 from kvstore.store.failures import WriteFailures
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.pending import PendingBlocks, StoreRequest
-from kvstore.store.quota import Quotas
+from kvstore.store.quota import quota_limit
 from kvstore.store.rebuild import rebuild
 from kvstore.store.retention import Retention
 from kvstore.tier.ssd.capacity import usage_in
@@ -75,13 +75,12 @@ class OwnedSsd:
         self.retention = retention = Retention(context, ssd, index, failures)
         self.removal = removal = Removal(context, ssd, spaces, failures)
         self.eviction = eviction = Eviction(context, ssd, index, removal, release_leases)
-        quotas = Quotas(context, ssd, spaces, eviction, failures, changing)
         self._rebuild(records)
         removal.sweep()
         self.pending = pending = PendingBlocks(index, spaces)
         self._committer = Committer(
             *(context, ssd, frames, index, spaces, pending),
-            *(retention, removal, eviction, quotas, failures, changing),
+            *(retention, removal, eviction, failures, changing),
         )
         self.queue: CommitQueue[StoreRequest] = CommitQueue(
             self._committer.commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
@@ -96,7 +95,6 @@ class OwnedSsd:
         self.note_use = retention.note_use
         self.store = admission.store
         self.unstick = retention.unpin
-        self.set_quota = quotas.set
 
     def _rebuild(self, records: Records) -> None:
         """Rebuild the index from the records. Blocks without a parent are deleted and counted."""
@@ -159,6 +157,31 @@ class OwnedSsd:
         except MEDIUM_ERRORS as error:
             msg = f"the store at {self.ssd.path} cannot be read: {error}"
             raise StoreError(msg) from error
+
+    def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
+        """Set the most bytes of all generations of a namespace; evict its blocks that are over.
+
+        A quota stays in force until another is set, also after a restart.
+
+        Raises:
+            StoreError: if it cannot be recorded, and then the old one stays in force; or if the
+                blocks that are over cannot be deleted now.
+        """
+        with self._context.lock:
+            number = self.namespaces.acquire(root, namespace)
+        try:
+            with self.changing:
+                self.namespaces.set_quota(number, quota)
+                limit = quota_limit(self.namespaces.lineage(number), self.ssd.usage)
+                if limit is not None:
+                    self.eviction.free(limit)
+        except MEDIUM_ERRORS as error:
+            self.failures.note(error)
+            msg = f"the quota of {quota} bytes cannot be recorded in {self.ssd.path}: {error}"
+            raise StoreError(msg) from error
+        finally:
+            with self._context.lock:
+                self.namespaces.release(number)
 
     def flush(self) -> None:
         """Return when every block accepted before survives power loss.
