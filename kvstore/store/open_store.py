@@ -52,7 +52,8 @@ class OpenStore:
         self.ssd = ssd
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether the store was closed, or inherited by a fork."""
         self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None
@@ -71,11 +72,6 @@ class OpenStore:
         """Wait for background saves, which store blocks; ``is_last`` also ends their threads."""
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the store was closed, or inherited by a fork."""
-        return self._is_closed
-
-    @property
     def is_owner(self) -> bool:
         """Whether this process owns the store."""
         return self.owned is not None
@@ -85,9 +81,7 @@ class OpenStore:
         self._fit_to_cap()
         if self.owned is not None and self._scrub_rate:
             self._scrubber = Scrubber(
-                self.context,
-                self.owned,
-                self.format,
+                *(self.context, self.owned, self.format),
                 bytes_per_second=self._scrub_rate,
                 keys_root=self._keys_root,
             )
@@ -96,8 +90,8 @@ class OpenStore:
     def _fit_to_cap(self) -> None:
         """Evict and compact, if the store was opened with a smaller cap than before.
 
-        A file that cannot be compacted (it has readers, or the disk lacks room for a copy) is logged
-        and stays an alarm. It is filled again and does not grow.
+        If the file cannot be compacted (it has readers, or the disk lacks room for a copy), an alarm
+        is logged and stays in the stats. Blocks fill the file again and it does not grow.
 
         Raises:
             StoreError: if the medium fails while blocks are evicted.
@@ -132,7 +126,7 @@ class OpenStore:
         if os.getpid() != self._pid:
             msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
             raise StoreError(msg)
-        if self._is_closed:
+        if self.is_closed:
             msg = f"the store at {self.ssd.path} is closed"
             raise StoreError(msg)
 
@@ -159,9 +153,9 @@ class OpenStore:
 
     def close(self) -> None:
         """Flush, stop the writer and close the files. Idempotent."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self._scrubber is not None:
             self._scrubber.stop()
         try:
@@ -173,7 +167,7 @@ class OpenStore:
 
     def abandon(self) -> None:
         """In a forked child: drop the inherited files so that the child can open its own."""
-        self._is_closed = True
+        self.is_closed = True
         self.context.abandon()
         self.ssd.abandon()
 

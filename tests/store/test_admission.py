@@ -36,7 +36,7 @@ def room(cache: PrefixCache) -> int:
 
 
 def hot(cache: PrefixCache) -> list[NDArray[np.uint32]]:
-    """Store and use the prefixes of everybody."""
+    """Store and use the prefixes of all others."""
     prompts = [tokens_of(LENGTH * BLOCK + 1, seed) for seed in range(PREFIXES)]
     for tokens in prompts:
         assert put(cache, tokens) == 0

@@ -78,7 +78,7 @@ class Failing(Lru[Segment]):
 
 
 def flood(cache: PrefixCache, prompts: int = 20, blocks: int = 40) -> list[Any]:
-    """Store prompts that fork off each other until much was evicted, using some again."""
+    """Store prompts that fork from each other until many blocks are evicted, and use some again."""
     stored: list[Any] = []
     for seed in range(prompts):
         tokens = tokens_of(blocks * BLOCK, seed)
@@ -93,7 +93,7 @@ def flood(cache: PrefixCache, prompts: int = 20, blocks: int = 40) -> list[Any]:
 
 
 def assert_sound(cache: PrefixCache, stored: list[Any]) -> None:
-    """What the index says is there is there, is right, and the newest is among it."""
+    """Blocks of the index are stored and correct, and the newest prompt is among them."""
     for tokens in stored:
         with cache.lookup(tokens) as match:
             expected = match.hit_tokens
@@ -132,7 +132,7 @@ def test_a_policy_that_raises_is_heard_once_and_eviction_goes_on(
 
 
 class Choosing(Lru[Segment]):
-    """A policy that names what may not go."""
+    """A policy that returns invalid victims."""
 
     def __init__(self, choice: Any) -> None:
         super().__init__()

@@ -175,7 +175,7 @@ def test_preallocation_takes_the_space_at_open(tmp_path: Path) -> None:
 def test_names_are_synced_before_anything_is_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A synced file is gone after a power cut if the directory that names it is not synced too."""
+    """After a power cut a synced file is lost if its directory is not synced too."""
     path = tmp_path / "new" / "s"
     synced: list[tuple[str, frozenset[str]]] = []
     real = os.fsync
@@ -213,7 +213,7 @@ def test_a_directory_that_knows_no_sync_holds_a_store(
 
 
 def test_damage_that_a_write_meets_is_looked_for_at_the_next_opening(tmp_path: Path) -> None:
-    """The head of a value is read by deletes only: without it the store would stay full for ever."""
+    """Only deletes read the head of a value: without the check the store would stay full."""
     path = tmp_path / "s"
     tokens = fill(path)
     form = FrameFormat(DENSE, BLOCK)

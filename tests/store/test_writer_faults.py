@@ -93,7 +93,7 @@ def test_a_load_into_pages_stops_at_a_bad_block_too(tmp_path: Path) -> None:
 
 
 def test_a_collision_of_keys_is_a_miss(tmp_path: Path) -> None:
-    """Another block's frame under this key, intact in itself: only identity can tell."""
+    """Another block's intact frame under this key: only the identity check finds it."""
     path = tmp_path / "s"
     tokens = fill(path)
     other = tokens_of(COUNT, seed=1)
@@ -244,7 +244,7 @@ def test_failed_deletes_are_made_up_for(tmp_path: Path) -> None:
 
 
 def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: Path) -> None:
-    """The block would stay on the medium, unknown, and be an orphan once its parent is evicted."""
+    """The block would stay on the medium without an index entry, and become an orphan with its parent's eviction."""
     tokens = tokens_of(10 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
@@ -326,7 +326,7 @@ def test_the_file_stays_below_its_cap_while_it_turns_over(tmp_path: Path) -> Non
 
 
 class Watched:
-    """An environment that notes its write transactions and syncs; the next syncs or commits fail."""
+    """An environment that records its write transactions and syncs; the next syncs or commits fail."""
 
     def __init__(self, ssd: SsdTier, failing: int = 0, failing_commits: int = 0) -> None:
         self.real, self.failing, self.failing_commits = ssd._env, failing, failing_commits
@@ -358,7 +358,7 @@ class Watched:
 
 
 def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path: Path) -> None:
-    """The kernel may have given up what was not synced: a second sync alone proves nothing."""
+    """The kernel may have dropped unsynced pages: a second sync alone proves nothing."""
     tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
@@ -397,7 +397,7 @@ def test_a_failed_commit_is_followed_by_one_that_is_synced_before_anything_else(
 
 
 def test_a_second_failed_sync_ends_writing_until_the_store_is_reopened(tmp_path: Path) -> None:
-    """Then another commit could overwrite what the state on the disk is made of."""
+    """Another commit could overwrite pages of the last state on disk."""
     tokens, more = tokens_of(4 * BLOCK + 1), tokens_of(2 * BLOCK + 1, 1)
     path = tmp_path / "s"
     with open_cache(path) as cache:
@@ -433,7 +433,7 @@ with open_cache(Path(sys.argv[1]), role="reader", ssd_bytes="1MiB") as cache:
 
 
 def test_a_reader_killed_in_the_middle_of_a_read_does_not_fill_the_map(tmp_path: Path) -> None:
-    """Its slot would keep every page that was freed since, until the store is opened again."""
+    """Its slot would keep all pages freed since, until the store is reopened."""
     path = tmp_path / "s"
     with open_cache(path, ssd_bytes="1MiB") as cache:
         cache.store(tokens_of(BLOCK), entries_of(DENSE, tokens_of(BLOCK)))
@@ -464,7 +464,7 @@ def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_path: Path) -> None:
-    """While it keeps every page that is freed, evicting does not help, and no disk has failed."""
+    """The reader keeps all freed pages: eviction does not help, and the disk has not failed."""
     with open_cache(tmp_path / "s") as cache:
         old = tokens_of(100 * BLOCK + 1)
         cache.store(old, entries_of(DENSE, old))
