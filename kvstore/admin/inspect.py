@@ -30,9 +30,7 @@ def store_stats(path: Path) -> dict[str, Any]:
         facts = namespace_facts(ssd)
         records, packing = [record for _, record in ssd.records()], Metrics()
         for record in records:
-            packing.note_form(
-                record.error, is_packed=record.is_packed, is_compressed=record.is_compressed
-            )
+            packing.note_form(record)
         blocks = len(records)
         tokens, live = blocks * block_tokens, ssd.live_bytes
         return {

@@ -1,4 +1,4 @@
-"""What the parts of one open store have in common: a lock, counters, clocks, and logical time."""
+"""State shared by all parts of one open store: a lock, counters, clocks and the logical time."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from pathlib import Path
 
 from kvstore.store.metrics import Metrics
 
-_WHY = {
+_DROP_REASONS = {
     "closed": "the store is being closed",
-    "no_parent": "the blocks before them are not stored",
-    "no_room": "all else in the tier is in use, pinned, or an ancestor of theirs",
+    "no_parent": "their parent is not stored",
+    "no_room": "all other blocks of the tier are queued, pinned or their ancestors",
     "not_written": "the engine did not finish writing its pages in time",
-    "queue_full": "the queue was full",
-    "quota": "the quota of their namespace is in use, by what is pinned or an ancestor of theirs",
-    "request_share": "one request takes no more of the tier than request_share; its head is stored",
+    "queue_full": "the queue is full",
+    "quota": "their namespace is at its quota, and its blocks are pinned or their ancestors",
+    "request_share": "one request takes at most request_share of the tier; its first blocks are stored",
     "reader": "this process only reads the store",
-    "write_error": "the disk failed",
+    "write_error": "a write to the disk failed",
 }
-"""Reasons for dropping blocks, in words. The keys are those of the counter."""
+"""Counter keys of dropped blocks, with the text of the log."""
 
 
 class Context:
-    """State that every part of a cache shares.
+    """The shared state of one open store.
 
-    The lock guards memory only: no disk, device or hook is waited for while it is held.
+    The lock guards memory only: no thread waits for a disk, a device or a hook while it holds it.
     """
 
     def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.metrics = Metrics()
         self.clock = clock
-        """Seconds for leases and windows, from no particular start."""
+        """Monotonic seconds, for leases and windows."""
         self.wall_clock = wall_clock
-        """Seconds that mean the same after a restart: for blocks with a time to live."""
+        """Seconds that keep their meaning after a restart, for blocks with a time to live."""
         self.sequence = 0
+        """The newest logical time that was given out."""
 
     def abandon(self) -> None:
-        """In a forked child: take a new lock; the old one may be held by a thread left behind."""
+        """In a forked child: replace the lock, which a thread of the parent may hold."""
         self.lock = threading.RLock()
 
     def next_sequence(self) -> int:
@@ -47,16 +48,16 @@ class Context:
         return self.sequence
 
     def count_drop(self, reason: str, count: int) -> None:
-        """Count blocks that were not stored, and say so the first time."""
+        """Count blocks that were not stored, and log the first of each reason."""
         if count:
             with self.lock:
                 self.metrics.dropped_blocks[reason] += count
                 message = "%d blocks were not stored: %s; further ones are only counted"
-                self.metrics.say_once(reason, message, count, _WHY[reason])
+                self.metrics.say_once(reason, message, count, _DROP_REASONS[reason])
 
     def count_passing(self, path: Path) -> None:
-        """Count a read that met a condition that passes, and say so the first time."""
+        """Count a read that met a transient condition, and log the first."""
         with self.lock:
             self.metrics.passing_errors += 1
-            message = "%s could not be read for a moment: a miss, and counted from here on"
+            message = "%s could not be read for a moment: a miss; further ones are only counted"
             self.metrics.say_once("passing", message, path)

@@ -1,6 +1,6 @@
-"""The generation of its weights that each line of namespaces is at, as a store records it.
+"""The newest generation of weights of each lineage of namespaces, as recorded in the store.
 
-A record outlives the blocks of its line: without it, an archive or a restart would bring back blocks
+A record outlives the blocks of its lineage. Otherwise a restart or an archive could bring back blocks
 of old weights.
 """
 
@@ -12,22 +12,22 @@ from kvstore.errors import StoreError
 from kvstore.tier.ssd.tier import SsdTier
 
 LAST_GENERATION = 2**63 - 1
-"""Largest generation that is recorded. Callers may number as they like up to 2**64 - 1, by time for
-instance; half of that is 292 years of nanoseconds, and whoever is there can count on."""
+"""Largest generation that is recorded. Callers may number by time, up to 2**64 - 1; half of that is 292
+years of nanoseconds."""
 SHARE = 64
-"""What all records may take: this part of a store's cap. They are never evicted."""
-LINE_BYTES = 192
-"""What a record takes: 100 bytes, in leaves that random keys fill to a half at worst."""
+"""All records together take at most this part of a store's cap. They are never evicted."""
+RECORD_BYTES = 192
+"""Bytes of a record: 100, in leaves that random keys fill to half at worst."""
 
 
-def recorded(ssd: SsdTier, line: str) -> int:
-    """Return the recorded generation of a line, 0 if none is.
+def recorded(ssd: SsdTier, lineage: str) -> int:
+    """Return the recorded generation of a lineage, 0 if there is none.
 
     Raises:
-        StoreError: if what is recorded makes no sense.
+        StoreError: if the record is damaged.
         lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
     """
-    text = ssd.fact(f"generation:{line}") or b"0"
+    text = ssd.fact(f"generation:{lineage}") or b"0"
     if not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
         msg = (
             f"the generation recorded in {ssd.path} is {text[:40]!r}, expected an integer "
@@ -38,20 +38,20 @@ def recorded(ssd: SsdTier, line: str) -> int:
 
 
 def record(ssd: SsdTier, newest: Mapping[str, int]) -> None:
-    """Record the generations of some lines durably, all or none.
+    """Record the generations of some lineages durably, all or none.
 
     Raises:
-        StoreError: if there would be more lines than a store of this size records.
+        StoreError: if the store would record more lineages than its size allows.
         lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
     """
-    names = {f"generation:{line}": str(value).encode() for line, value in newest.items()}
+    names = {f"generation:{lineage}": str(value).encode() for lineage, value in newest.items()}
     if any(ssd.fact(name) is None for name in names):
-        most = ssd.capacity_bytes // SHARE // LINE_BYTES
-        lines = ssd.facts("generation:").keys()
-        if len(lines | newest.keys()) > most:
+        most = ssd.capacity_bytes // SHARE // RECORD_BYTES
+        known = ssd.facts("generation:").keys()
+        if len(known | newest.keys()) > most:
             msg = (
-                f"{ssd.path} records the generations of {len(lines)} namespaces, the most for its "
-                f"{ssd.capacity_bytes} bytes is {most}: give the generation with the namespace "
+                f"{ssd.path} records the generations of {len(known)} namespaces, expected at most "
+                f"{most} for its {ssd.capacity_bytes} bytes: give the generation with the namespace "
                 "instead, or name the new weights in its weights field"
             )
             raise StoreError(msg)

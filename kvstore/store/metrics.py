@@ -1,8 +1,4 @@
-"""Counters: plain integers that only grow.
-
-They know no tokens and no keys. They start at zero when a store is opened and are never reset
-while it is open.
-"""
+"""Counters of one open store. They start at zero when it is opened and hold no tokens and no keys."""
 
 from __future__ import annotations
 
@@ -10,158 +6,129 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvstore.tier.ssd.records import Record
 
 logger = logging.getLogger(__name__)
 
 ALARM_STORED_BLOCKS = 256
-"""Blocks stored without one hit before the alarm: 32,768 tokens at 128 a block, far more than any
-set-up phase, few enough to be noticed in the first minutes of traffic."""
+"""Blocks stored without one hit before the alarm: 32,768 tokens at 128 a block, more than a set-up phase
+stores, and few enough for an alarm in the first minutes of traffic."""
 ALARM_LOOKUPS = 64
 """Lookups of at least one block without one hit before the alarm."""
 
-
-ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Upper bounds of the histogram of errors. FP8 loses about 0.03, NVFP4 0.09, MXFP4 0.11 of a normal
-distribution; what lies above 0.2 has outliers. docs/quality.md."""
+distribution; blocks above 0.2 have outliers. docs/quality.md."""
+_BUCKETS = {f"<={bound:g}": bound for bound in _BOUNDS} | {f">{_BOUNDS[-1]:g}": math.inf}
 
 
 def error_bucket(error: float) -> str:
     """Return the bucket of a relative error: ``"<=0.1"``, ``">0.5"``, or ``"nan"``."""
-    if math.isnan(error):
-        return "nan"
-    above = (f"<={bound:g}" for bound in ERROR_BOUNDS if error <= bound)
-    return next(above, f">{ERROR_BOUNDS[-1]:g}")
+    return next((name for name, bound in _BUCKETS.items() if error <= bound), "nan")
 
 
 def histogram(buckets: Mapping[str, int]) -> dict[str, int]:
     """Return counts by bucket, in the order of the bounds, without empty ones."""
-    order = [*(f"<={bound:g}" for bound in ERROR_BOUNDS), f">{ERROR_BOUNDS[-1]:g}", "nan"]
-    return {name: buckets[name] for name in order if buckets.get(name)}
+    return {name: buckets[name] for name in (*_BUCKETS, "nan") if buckets.get(name)}
 
 
 @dataclass(slots=True)
 class Metrics:
-    """What one cache did. Guarded by the cache's lock."""
+    """The counters of one store, named as in its stats. Guarded by the context's lock."""
 
     lookups: int = 0
     query_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
-    """By tier; the sum over tiers is the total, because each hit token is counted for one tier."""
+    """By tier. Each hit token counts for one tier."""
     hit_blocks: int = 0
-    """Blocks that were asked for by key and handed out."""
+    """Blocks requested by key and returned."""
     missed_blocks: int = 0
-    """Blocks that were asked for by key and not there, or bad."""
+    """Blocks requested by key that are missing or corrupt."""
     window_hits: int = 0
     replay_requests: int = 0
     replayed_tokens: int = 0
     stored_blocks: int = 0
     packed_blocks: int = 0
-    """Blocks that were packed at rest."""
+    """Blocks quantized at rest."""
     lossless_blocks: int = 0
-    """Blocks that were not, because that would have lost more than the error budget."""
-    block_errors: Counter[str] = field(default_factory=Counter)
-    """Blocks of both kinds by what packing loses, see ``error_bucket``."""
+    """Blocks that are not quantized because their error would exceed the budget."""
     compressed_blocks: int = 0
-    """Blocks that are compressed at rest, packed ones too."""
+    """Blocks compressed at rest, quantized or not."""
+    block_errors: Counter[str] = field(default_factory=Counter)
+    """Quantized and lossless blocks by quantization error, see ``error_bucket``."""
     present_blocks: int = 0
-    """Blocks offered that were already there: the first writer won."""
+    """Blocks offered that were stored already: the first writer wins."""
     dropped_blocks: Counter[str] = field(default_factory=Counter)
-    """By reason: queue_full, no_parent, no_room, quota, request_share, not_written, write_error, reader,
-    closed."""
+    """By reason: those of ``Context.count_drop``, and orphan."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
-    """By what failed: header, identity, tokens, checksum, parent, missing, io."""
+    """By fault: header, identity, tokens, checksum, parent, missing, io."""
     late_blocks: int = 0
-    """Blocks of hits that were not read because a deadline came first."""
+    """Blocks of hits that were not read before a deadline."""
     scrubbed_blocks: int = 0
-    """Blocks that the background scrub read."""
+    """Blocks read by the background scrub."""
     evicted_blocks: Counter[str] = field(default_factory=Counter)
     """By tier."""
     quota_evicted_blocks: int = 0
-    """Those of them that went from the SSD tier because their namespace was at its quota."""
+    """Those evicted from the SSD tier because their namespace reached its quota."""
     expired_leases: int = 0
     shared_opens: int = 0
     passing_errors: int = 0
-    """Reads that met a condition that passes: no slot, memory or descriptor free. Each was a miss."""
+    """Reads that met a transient condition: no slot, memory or descriptor free. Each was a miss."""
     write_errors: int = 0
     policy_errors: int = 0
-    """Eviction policies that raised, or named nothing that may go; LRU took over each time."""
+    """Eviction policies that raised or returned an invalid victim. LRU replaced each."""
     quarantined_stores: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
+    # The last four are no counters and not in the stats.
     prefill_tokens: float = 0
     prefill_seconds: float = 0.0
     block_lookups_without_hit: int = 0
     _said: set[str] = field(default_factory=set)
 
-    def note_form(self, error: float, *, is_packed: bool, is_compressed: bool) -> None:
-        """Count a stored block. One that was never to be packed has no error and does not count."""
-        self.compressed_blocks += is_compressed
-        if is_packed or error:
-            self.packed_blocks += is_packed
-            self.lossless_blocks += not is_packed
-            self.block_errors[error_bucket(error)] += 1
+    def note_form(self, record: Record) -> None:
+        """Count a stored block by its form at rest. Without quantization it has no error."""
+        self.compressed_blocks += record.is_compressed
+        if record.is_packed or record.error:
+            self.packed_blocks += record.is_packed
+            self.lossless_blocks += not record.is_packed
+            self.block_errors[error_bucket(record.error)] += 1
 
     @property
     def total_hit_tokens(self) -> int:
-        """Hit tokens over all tiers."""
-        return sum(self.hit_tokens.values())
+        """Hit tokens of all tiers."""
+        return self.hit_tokens.total()
 
     def say_once(self, topic: str, message: str, *args: object) -> None:
-        """Log a warning the first time a topic comes up; counters tell the rest."""
+        """Log a warning the first time that a topic occurs."""
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(message, *args)
 
     @property
     def alarms(self) -> list[str]:
-        """Sentences about what looks wrong as a whole, empty when nothing does."""
-        found = []
-        if (
-            self.stored_blocks >= ALARM_STORED_BLOCKS
-            and self.block_lookups_without_hit >= ALARM_LOOKUPS
-            and not self.total_hit_tokens
-        ):
-            found.append(
-                f"{self.stored_blocks} blocks stored and {self.block_lookups_without_hit} lookups "
-                "without one hit: compare the namespaces of writer and reader"
-            )
-        return found
+        """The alarm of a store without hits, empty for another."""
+        stored, lookups = self.stored_blocks, self.block_lookups_without_hit
+        if stored < ALARM_STORED_BLOCKS or lookups < ALARM_LOOKUPS or self.total_hit_tokens:
+            return []
+        found = f"{stored} blocks stored and {lookups} lookups without one hit"
+        return [f"{found}: compare the namespaces of writer and reader"]
 
     def check_alarms(self) -> None:
-        """Log each alarm once."""
+        """Log the alarm once."""
         for sentence in self.alarms:
             self.say_once("zero-hits", "%s", sentence)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the counters as plain JSON values."""
-        return {
-            "lookups": self.lookups,
-            "query_tokens": self.query_tokens,
-            "hit_tokens": {**self.hit_tokens, "total": self.total_hit_tokens},
-            "hit_blocks": self.hit_blocks,
-            "missed_blocks": self.missed_blocks,
-            "window_hits": self.window_hits,
-            "replay_requests": self.replay_requests,
-            "replayed_tokens": self.replayed_tokens,
-            "stored_blocks": self.stored_blocks,
-            "packed_blocks": self.packed_blocks,
-            "lossless_blocks": self.lossless_blocks,
-            "compressed_blocks": self.compressed_blocks,
+        found = {each.name: getattr(self, each.name) for each in fields(self)[:-4]}
+        for name in ("hit_tokens", "dropped_blocks", "corrupt_blocks"):
+            found[name] = {**found[name], "total": found[name].total()}
+        return found | {
             "block_errors": histogram(self.block_errors),
-            "present_blocks": self.present_blocks,
-            "dropped_blocks": {**self.dropped_blocks, "total": self.dropped_blocks.total()},
-            "corrupt_blocks": {**self.corrupt_blocks, "total": self.corrupt_blocks.total()},
-            "late_blocks": self.late_blocks,
-            "scrubbed_blocks": self.scrubbed_blocks,
             "evicted_blocks": dict(self.evicted_blocks),
-            "quota_evicted_blocks": self.quota_evicted_blocks,
-            "expired_leases": self.expired_leases,
-            "shared_opens": self.shared_opens,
-            "passing_errors": self.passing_errors,
-            "write_errors": self.write_errors,
-            "policy_errors": self.policy_errors,
-            "quarantined_stores": self.quarantined_stores,
-            "read_bytes": self.read_bytes,
             "read_seconds": round(self.read_seconds, 6),
         }

@@ -1,10 +1,10 @@
-"""The namespaces of one store: their numbers, whose blocks those are, and how much they may hold."""
+"""The namespaces of one store: their numbers, names on the medium, generations and quotas."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,87 +14,91 @@ from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 
 LAST_NUMBER = 2**32 - 1
-"""Largest number of a namespace: records and frames hold 32 bits. docs/format.md, sections 4 and 5."""
+"""Largest number of a namespace: 32 bits in records and frames. docs/format.md, sections 4 and 5."""
 ERASED_TOGETHER = 256
-"""Names that one transaction takes off the medium: ten to a leaf, a few dozen leaves where they are
-neighbours."""
+"""Most names that one transaction erases: ten a leaf, so some 26 leaves if they are adjacent."""
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """One namespace through all generations of its weights."""
+class Lineage:
+    """All generations of one namespace."""
 
     numbers: set[int] = field(default_factory=set)
-    """Numbers of its generations."""
+    """Their numbers."""
     quota: int | None = None
-    """Most bytes that their frames may take in the file, together; None for no limit of its own."""
+    """Most bytes of the file that their frames may take together; None for no limit."""
 
 
 class Namespaces:
-    """What an owner knows of the namespaces of its store.
+    """The namespaces of a store in the process that owns it.
 
-    A namespace has a number from its first store call on, its name on the medium from the transaction
-    of its first blocks on, and neither after its last block. The last number of a line with a quota
-    stays, for the quota.
+    A namespace gets a number with its first ``store`` call and a name on the medium with the
+    transaction of its first blocks. It loses both after its last block. The last number of a lineage
+    with a quota stays, to keep the quota.
 
     Invariants:
-        A number that a record has is on the medium, with its namespace and its line's quota.
-        No number is given out that an entry, a record or a name on the medium has.
+        The number of every record has a name on the medium, with its lineage's quota.
+        A new number is one that no entry, record or name on the medium has.
 
     Threads: any. The caller holds the context's lock where a method says so; a method that writes
     is called by one thread at a time, without the lock.
     """
 
-    def __init__(self, context: Context, ssd: SsdTier) -> None:
-        """Take over what is on the medium; ``ssd.usage`` says which of it has blocks."""
+    def __init__(self, context: Context, ssd: SsdTier, on_removed: Callable[[int], None]) -> None:
+        """Read the names on the medium; ``ssd.usage`` tells which of them have blocks.
+
+        ``on_removed`` is called with the number of each namespace that is removed.
+        """
         self._context = context
         self._ssd = ssd
+        self._on_removed = on_removed
         self._entries: dict[int, dict[str, Any]] = {}
         self._numbers: dict[str, int] = {}
-        self._lines: dict[str, Line] = {}
-        self._line_of: dict[int, Line] = {}
-        self._held: Counter[int] = Counter()
-        """Store calls and queued blocks under way, by number."""
+        self._lineages: dict[str, Lineage] = {}
+        self._lineage_of: dict[int, Lineage] = {}
+        self._references: Counter[int] = Counter()
+        """Calls and queued blocks in progress, by number."""
         self._named: set[int] = set()
         """Numbers whose names are on the medium."""
         self._idle: set[int] = set()
-        """Numbers of entries that may hold nothing any more."""
+        """Numbers of entries that may be empty."""
         self._left: set[int] = set()
-        """Numbers of names on the medium that no entry has any more."""
+        """Numbers of names on the medium that are to be erased."""
         facts = namespace_facts(ssd)
         for number in sorted(facts, key=lambda number: ssd.usage[number] > 0):
             entry = facts[number]
             quota = entry.pop("quota", None)
-            line = self._enter(number, entry)
-            line.quota = line.quota if quota is None else quota
+            lineage = self._enter(number, entry)
+            lineage.quota = lineage.quota if quota is None else quota
         self._named |= facts.keys()
         self._idle |= facts.keys()
         self._last = max([*facts, *ssd.usage], default=0)
 
-    def _enter(self, number: int, entry: dict[str, Any]) -> Line:
-        line = self._lines.setdefault(_identity(entry), Line())
-        line.numbers.add(number)
+    def _enter(self, number: int, entry: dict[str, Any]) -> Lineage:
+        lineage = self._lineages.setdefault(_identity(entry), Lineage())
+        lineage.numbers.add(number)
         self._entries[number] = entry
-        self._line_of[number] = line
+        self._lineage_of[number] = lineage
         if isinstance(entry.get("root"), str):
             self._numbers[entry["root"]] = number
-        return line
+        return lineage
 
     def _remove(self, number: int) -> None:
-        entry, line = self._entries.pop(number), self._line_of.pop(number)
-        line.numbers.discard(number)
-        if not line.numbers:
-            del self._lines[_identity(entry)]
+        entry, lineage = self._entries.pop(number), self._lineage_of.pop(number)
+        lineage.numbers.discard(number)
+        if not lineage.numbers:
+            del self._lineages[_identity(entry)]
         if self._numbers.get(entry.get("root", "")) == number:
             del self._numbers[entry["root"]]
+        self._on_removed(number)
 
-    def _is_over(self, number: int) -> bool:
-        """Say whether nothing needs a number: no block, no call, no quota."""
-        line = self._line_of[number]
+    def _is_unused(self, number: int) -> bool:
+        """Return whether no block, no call and no quota needs a number."""
+        lineage = self._lineage_of[number]
         return (
             not self._ssd.usage[number]
-            and not self._held[number]
-            and (line.quota is None or not self._named.isdisjoint(line.numbers - {number}))
+            and not self._references[number]
+            and (lineage.quota is None or not self._named.isdisjoint(lineage.numbers - {number}))
         )
 
     def find(self, root: BlockHash) -> int | None:
@@ -103,45 +107,41 @@ class Namespaces:
 
     # ---- the caller holds the lock -------------------------------------------------------------
 
-    def hold(self, root: BlockHash, namespace: Mapping[str, Any]) -> int:
-        """Return the number of a namespace, given to it if it has none; it stays until ``release``."""
+    def acquire(self, root: BlockHash, namespace: Mapping[str, Any]) -> int:
+        """Add a reference to a namespace; return its number, a new one if it has none."""
         number = self.find(root)
         if number is None:
             number = self._free_number()
             self._enter(number, {"root": root.hex(), **namespace})
-        self._held[number] += 1
+        self._references[number] += 1
         return number
 
-    def hold_again(self, number: int) -> None:
-        """Hold a number that is held once more."""
-        self._held[number] += 1
+    def acquire_again(self, number: int) -> None:
+        """Add a reference to a number that has one."""
+        self._references[number] += 1
 
-    def release(self, number: int) -> bool:
-        """Give back one ``hold``; say whether the namespace went with it, as it never had a block."""
-        self._held[number] -= 1
-        if self._held[number]:
-            return False
-        del self._held[number]
-        if number in self._named or not self._is_over(number):
+    def release(self, number: int) -> None:
+        """Remove a reference. A namespace that never had a block is removed with its last one."""
+        self._references[number] -= 1
+        if self._references[number]:
+            return
+        del self._references[number]
+        if number in self._named or not self._is_unused(number):
             self._idle.add(number)
-            return False
-        self._remove(number)
-        return True
+        else:
+            self._remove(number)
 
-    def leave(self) -> list[int]:
-        """Let go of every namespace that holds nothing any more; return the numbers."""
+    def remove_empty(self) -> None:
+        """Remove every namespace that nothing needs. ``erase`` erases their names."""
         emptied, self._ssd.emptied = self._ssd.emptied, set()
         idle, self._idle = self._idle | emptied, set()
-        gone = []
         for number in idle & self._entries.keys():
-            if self._is_over(number):
+            if self._is_unused(number):
                 self._remove(number)
-                gone.append(number)
-        self._left |= self._named & set(gone)
-        return gone
+                self._left |= self._named & {number}
 
     def _free_number(self) -> int:
-        """Return the next number that nothing has; one that was free comes after all others."""
+        """Return the next unused number. Numbers are reused only after all others."""
         number = self._last % LAST_NUMBER + 1
         while number in self._entries or number in self._named or self._ssd.usage[number]:
             number = number % LAST_NUMBER + 1
@@ -151,27 +151,27 @@ class Namespaces:
     # ---- one thread at a time, without the lock ------------------------------------------------
 
     def names(self, numbers: Iterable[int]) -> dict[str, bytes]:
-        """Return what a transaction that stores blocks of ``numbers`` has to write beside them."""
+        """Return the facts that a transaction with blocks of ``numbers`` has to write with them."""
         with self._context.lock:
             return {
-                _fact(number): self._text(number, self._line_of[number].quota)
+                _fact(number): self._text(number, self._lineage_of[number].quota)
                 for number in set(numbers) - self._named
             }
 
     def note_named(self, numbers: Iterable[int]) -> None:
-        """Note that a transaction has written what ``names`` said."""
+        """Note that a transaction has written the facts of ``names``."""
         with self._context.lock:
             for number in set(numbers) - self._named:
                 self._named.add(number)
-                # Another one of the line may have stayed for the quota alone.
-                self._idle |= self._line_of[number].numbers
+                # Another number of the lineage may have stayed for the quota alone.
+                self._idle |= self._lineage_of[number].numbers
 
     def erase(self) -> None:
-        """Take the names of namespaces that left off the medium.
+        """Erase the names of removed namespaces from the medium.
 
         Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; the rest goes with the next call, or the
-                next opening.
+            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; the next call, or the next opening of the
+                store, erases the rest.
         """
         left, count = sorted(self._left, key=str), ERASED_TOGETHER
         while left:
@@ -189,37 +189,37 @@ class Namespaces:
                 self._named.difference_update(some)
 
     def set_quota(self, number: int, quota: int) -> None:
-        """Let the line of a held number have ``quota`` bytes.
+        """Record the quota of the lineage of an acquired number, in bytes.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then the old one is in force.
         """
         with self._context.lock:
-            line = self._line_of[number]
-            numbers = set(line.numbers)
+            lineage = self._lineage_of[number]
+            numbers = set(lineage.numbers)
             facts = {_fact(each): self._text(each, quota) for each in numbers}
-        if line.quota != quota:
+        if lineage.quota != quota:
             self._ssd.set_facts(facts)
             with self._context.lock:
-                line.quota = quota
+                lineage.quota = quota
                 self._named |= numbers
 
     def _text(self, number: int, quota: int | None) -> bytes:
         limit = {} if quota is None else {"quota": quota}
         return json.dumps({**self._entries[number], **limit}).encode()
 
-    # ---- telling -------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------
 
-    def line(self, number: int) -> Line:
-        """Return the line of a number; one that was never given out is alone, and has no quota."""
-        return self._line_of.get(number) or Line({number})
+    def lineage(self, number: int) -> Lineage:
+        """Return the lineage of a number; an unknown number is alone and has no quota."""
+        return self._lineage_of.get(number) or Lineage({number})
 
-    def lines(self, numbers: Iterable[int]) -> list[Line]:
-        """Return the lines of ``numbers``, each once."""
-        return list({id(line): line for line in map(self.line, numbers)}.values())
+    def lineages(self, numbers: Iterable[int]) -> list[Lineage]:
+        """Return the lineages of ``numbers``, each once."""
+        return list(dict.fromkeys(map(self.lineage, numbers)))
 
     def root(self, number: int) -> BlockHash | None:
-        """Return what the first blocks of a namespace hang on, None if it is not known."""
+        """Return the root hash of a namespace, None if it is not known."""
         root = self._entries.get(number, {}).get("root")
         return None if root is None else BlockHash(bytes.fromhex(root))
 
@@ -230,7 +230,7 @@ class Namespaces:
                 "id": number,
                 "blocks": blocks.get(number, 0),
                 "bytes": usage.get(number, 0),
-                "quota": self.line(number).quota,
+                "quota": self.lineage(number).quota,
                 **entry,
             }
             for number, entry in sorted(self._entries.items())
@@ -245,13 +245,13 @@ def _fact(number: int) -> str:
 
 
 def _identity(entry: Mapping[str, Any]) -> str:
-    """Spell what tells one line from all others."""
+    """Return the fields that distinguish a lineage, as text."""
     own = {k: v for k, v in entry.items() if k not in ("root", "generation", "quota")}
     return json.dumps(own, sort_keys=True)
 
 
 def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
-    """Return the namespaces that a store names, by number; the name of a damaged one is empty."""
+    """Return the namespaces on the medium by number; the fields of a damaged one are empty."""
     found: dict[int, dict[str, Any]] = {}
     for text, value in ssd.facts(_FACT).items():
         number = int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else 0

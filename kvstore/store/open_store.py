@@ -1,7 +1,4 @@
-"""An open store as every kind of cache stands on it: one tier, its owner's side, and who may call.
-
-Whatever a cache is asked by, tokens or keys, this is the part that does not differ.
-"""
+"""One store that this process has open: the base of prefix caches and block stores."""
 
 from __future__ import annotations
 
@@ -24,10 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class OpenStore:
-    """A store directory that this process has open.
+    """A store directory that this process has open, as its owner or as a reader.
 
-    ``owned`` is None in a reader; then the medium itself says what is stored.
-    ``scrub_bytes_per_second`` is the rate of the background scrub, 0 for none.
+    ``owned`` is the writer, None in a reader, which looks up blocks in the medium instead of the index.
 
     Threads: every public method may be called from any thread of the process that opened it.
     """
@@ -46,8 +42,9 @@ class OpenStore:
     ) -> None:
         """Take over an open tier; as its owner, fill ``index`` from its records.
 
-        ``keys_root`` is the root of the keys that callers bring, None if they bring none.
-        ``request_share`` is the part of the tier that one request may take.
+        ``keys_root`` is the root of callers' own keys, None in a store of tokens.
+        ``scrub_bytes_per_second`` is the rate of the background scrub, 0 for none.
+        ``request_share`` is the share of the tier that one request may take.
         """
         self.format = frame_format
         self.context = Context(clock, wall_clock)
@@ -55,12 +52,13 @@ class OpenStore:
         self.ssd = ssd
         self.owned: OwnedSsd | None = None
         self._pid = os.getpid()
-        self._is_closed = False
+        self.is_closed = False
+        """Whether the store was closed, or inherited by a fork."""
         self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None
-        self._why_large = ""
-        """Why the file is larger than its cap, if it is."""
+        self._compaction_error = ""
+        """Why a file that was larger than its cap was not compacted at the opening."""
         if ssd.is_owner:
             self.owned = OwnedSsd(
                 *(self.context, ssd, frame_format, index, self._give_up_leases),
@@ -68,44 +66,37 @@ class OpenStore:
             )
 
     def _give_up_leases(self) -> None:
-        """Give up what only time protects, before anything is evicted."""
+        """Release expired leases. Called before each eviction, under the context's lock."""
 
     def _finish_background(self, *, is_last: bool) -> None:
-        """Let work in the background that offers blocks come to its end."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Say whether it was closed, or left behind by a fork."""
-        return self._is_closed
+        """Wait for background saves, which store blocks; ``is_last`` also ends their threads."""
 
     @property
     def is_owner(self) -> bool:
-        """Say whether this process writes."""
+        """Whether this process owns the store."""
         return self.owned is not None
 
     def start(self) -> None:
-        """Begin what an owner does all the time, once the store is in order."""
-        self._keep_to_cap()
+        """As the owner, bring the file below its cap and start the scrub."""
+        self._fit_to_cap()
         if self.owned is not None and self._scrub_rate:
             self._scrubber = Scrubber(
-                self.context,
-                self.owned,
-                self.format,
+                *(self.context, self.owned, self.format),
                 bytes_per_second=self._scrub_rate,
                 keys_root=self._keys_root,
             )
             self._scrubber.start()
 
-    def _keep_to_cap(self) -> None:
-        """As the owner of a store that was larger before: evict, and give the disk its space back.
+    def _fit_to_cap(self) -> None:
+        """Evict and compact, if the store was opened with a smaller cap than before.
 
-        Where the file cannot shrink (somebody reads it, the disk is too full for a copy) it is
-        logged, and an alarm from then on; the file is filled again and grows no further.
+        If the file cannot be compacted (it has readers, or the disk lacks room for a copy), an alarm
+        is logged and stays in the stats. Blocks fill the file again and it does not grow.
 
         Raises:
             StoreError: if the medium fails while blocks are evicted.
 
-        Cost: nothing under an old cap; else that of :meth:`SsdTier.compact`.
+        Cost: none without a smaller cap; else that of :meth:`SsdTier.compact`.
         """
         ssd = self.ssd
         if self.owned is None:
@@ -118,33 +109,36 @@ class OpenStore:
         try:
             ssd.compact()
         except (StoreBusy, StoreError) as error:
-            self._why_large = str(error)
-            logger.warning("%s", self._size_alarm(ssd.file_bytes, ssd.capacity_bytes))
+            self._compaction_error = str(error)
+            for alarm in self._size_alarms(ssd.file_bytes):
+                logger.warning("%s", alarm)
 
-    def _size_alarm(self, file_bytes: int, capacity_bytes: int) -> str:
-        return (
-            f"the file of {self.ssd.path} takes {file_bytes} bytes, more than ssd_bytes "
-            f"{capacity_bytes}, and was not compacted when it was opened: {self._why_large}"
-        )
+    def _size_alarms(self, file_bytes: int) -> list[str]:
+        """Return the alarm of a file that is larger than its cap, empty for another."""
+        if not self._compaction_error or file_bytes <= self.ssd.capacity_bytes:
+            return []
+        found = f"the file of {self.ssd.path} takes {file_bytes} bytes, more than ssd_bytes"
+        why = f"and was not compacted at the opening: {self._compaction_error}"
+        return [f"{found} {self.ssd.capacity_bytes}, {why}"]
 
     def guard(self) -> None:
         """Raise ``StoreError`` in a forked child or after ``close``."""
         if os.getpid() != self._pid:
             msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
             raise StoreError(msg)
-        if self._is_closed:
+        if self.is_closed:
             msg = f"the store at {self.ssd.path} is closed"
             raise StoreError(msg)
 
-    def owner(self, wish: str) -> OwnedSsd:
-        """Return the writing side, or raise ``StoreBusy`` naming what only an owner does."""
+    def owner(self, action: str) -> OwnedSsd:
+        """Return the writer; in a reader, raise ``StoreBusy`` with the verb that needs an owner."""
         if self.owned is None:
-            msg = f"the store at {self.ssd.path} is open as a reader; only its owner {wish}"
+            msg = f"the store at {self.ssd.path} is open as a reader; only its owner {action}"
             raise StoreBusy(msg)
         return self.owned
 
     def note_failed_look(self, error: BaseException) -> None:
-        """Count a look at records that failed, and so was a miss."""
+        """Count a lookup in the medium that failed, and so was a miss."""
         if passes(error):
             self.context.count_passing(self.ssd.path)
         else:
@@ -158,10 +152,10 @@ class OpenStore:
             self.owned.flush()
 
     def close(self) -> None:
-        """Flush, stop the writer and let go of the files. Idempotent."""
-        if self._is_closed:
+        """Flush, stop the writer and close the files. Idempotent."""
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         if self._scrubber is not None:
             self._scrubber.stop()
         try:
@@ -173,27 +167,26 @@ class OpenStore:
 
     def abandon(self) -> None:
         """In a forked child: drop the inherited files so that the child can open its own."""
-        self._is_closed = True
+        self.is_closed = True
         self.context.abandon()
         self.ssd.abandon()
 
     def _scrub_stats(self) -> dict[str, Any] | None:
-        """Return where the scrub is, None if there is none."""
+        """Return the position of the scrub, None without one."""
         return None if self._scrubber is None else self._scrubber.stats()
 
     def _ssd_sizes(self) -> dict[str, Any]:
-        """Return how full the tier is, as plain JSON values."""
+        """Return the sizes of the tier as plain JSON values."""
         return {
             "blocks": self.ssd.block_count,
             "live_bytes": self.ssd.live_bytes,
             "file_bytes": self.ssd.file_bytes,
             "capacity_bytes": self.ssd.capacity_bytes,
-            "queued_blocks": self.owned.queued_blocks if self.owned is not None else 0,
+            "queued_blocks": self.owned.queue.queued_blocks if self.owned is not None else 0,
             "is_read_only": self.owned is None or self.owned.is_read_only,
         }
 
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
+        """Return the alarms of the writer and of the file size; ``ssd`` is of ``_ssd_sizes``."""
         found = [] if self.owned is None else self.owned.alarms
-        if self._why_large and ssd["file_bytes"] > ssd["capacity_bytes"]:
-            found.append(self._size_alarm(ssd["file_bytes"], ssd["capacity_bytes"]))
-        return found
+        return found + self._size_alarms(ssd["file_bytes"])

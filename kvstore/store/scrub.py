@@ -1,7 +1,6 @@
-"""The background scrub: every block is read and checked in turn, at a rate, as long as a store is owned.
+"""The background scrub: reads and checks every block in turn, at a given rate, in the owner of a store.
 
-A read checks what it hands out, so wrong bytes never leave. What the scrub adds is that damage is
-found, counted and removed before somebody counts on the block.
+Every read verifies its blocks. The scrub finds, counts and removes damage before a block is needed.
 """
 
 from __future__ import annotations
@@ -33,51 +32,51 @@ from kvstore.tier.ssd.values import BUSY
 logger = logging.getLogger(__name__)
 
 PASS_SECONDS = 3600.0
-"""Least time from the start of one pass to the next: a small store is not read over and over."""
+"""Least time from the start of one pass to the next, so that a small store is not read continuously."""
 RETRY_SECONDS = 60.0
-"""How long it rests after the medium failed as a whole."""
+"""Pause after the medium failed as a whole."""
 SAVED_BLOCKS = 4096
-"""Blocks after which the place is written down; a kill repeats at most these. At the end it is too."""
+"""Blocks between two records of the position, and so the most that are checked again after a kill."""
 STOP_SECONDS = 60.0
-"""Deadline of a stop: it ends with the block at hand."""
+"""Deadline of a stop, which waits for the current block."""
 _BATCH = 64
-"""Records looked up at a time, so that no read transaction is long."""
+"""Records that one read transaction looks up, so that none is long."""
 _FACT = "scrub"
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A rate, kept on average: what was taken too early is waited for.
+    """A rate limit that is kept on average: the caller waits after it took too much.
 
     Invariants:
-        In any span of t seconds at most ``burst + t * rate`` plus one taking goes through.
+        In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
     """
 
     rate: float
-    """Tokens a second."""
+    """Tokens per second."""
     burst: float
-    """Most tokens that an idle time saves up."""
+    """Most tokens that idle time accumulates."""
     now: float
-    """When it was last asked."""
+    """Time of the last call."""
     level: float = 0.0
 
     def take(self, amount: float, now: float) -> float:
-        """Take ``amount``; return the seconds to wait before anything more is taken."""
+        """Take ``amount``; return the seconds to wait before the next call."""
         self.level = min(self.burst, self.level + max(0.0, now - self.now) * self.rate) - amount
         self.now = now
         return max(0.0, -self.level / self.rate)
 
 
 class Scrubber:
-    """The scrub of one owned store: a walk over its keys, in their order, round and round.
+    """The scrub of one store: an endless walk over its keys, in their order.
 
-    Threads: ``step`` by one at a time; ``start`` makes that one.
+    Threads: ``step`` in one at a time; ``start`` creates that thread.
     """
 
     def __init__(
         self,
         context: Context,
-        owned: OwnedSsd,
+        writer: OwnedSsd,
         frames: Frames,
         *,
         bytes_per_second: int,
@@ -85,17 +84,17 @@ class Scrubber:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        """Go on where the last owner stopped.
+        """Continue at the recorded position.
 
-        ``clock`` gives seconds; ``wait(seconds)`` returns early, and True, when it is to stop. They
-        are not the cache's own, which an engine may drive by hand.
+        ``clock`` returns seconds. ``wait(seconds)`` returns True, and early, when the scrub is to stop.
+        They are not the context's clocks, which an engine may control.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
         """
         self._context = context
-        self._owned = owned
-        self._ssd: SsdTier = owned.ssd
+        self._writer = writer
+        self._ssd: SsdTier = writer.ssd
         self._frames = frames
         self._keys_root = keys_root
         self._clock = clock
@@ -105,24 +104,24 @@ class Scrubber:
         self._bucket = TokenBucket(bytes_per_second, 0.0, clock())
         self._pass_began = clock()
         self._due: deque[tuple[BlockKey, Record]] = deque()
-        place = self._ssd.fact(_FACT) or b""
-        self._place = place if len(place) == KEY_BYTES else b""
-        """Key of the last block that was checked, empty before the first."""
+        recorded = self._ssd.fact(_FACT) or b""
+        self._last_key = recorded if len(recorded) == KEY_BYTES else b""
+        """Key of the last checked block, empty before the first."""
         self._unsaved = 0
         self._passes = 0
         self._direct: DirectFile | None = None
-        with suppress(OSError):  # no direct reads here: then through the cache
+        with suppress(OSError):  # without direct reads: through the page cache
             self._direct = DirectFile(
                 self._ssd.path / DATA_FILE, PAGE_HEADER_BYTES + frames.frame_bytes
             )
         self._thread = threading.Thread(target=self._run, name="kvstore-scrub", daemon=True)
 
     def start(self) -> None:
-        """Begin to walk in a thread of its own."""
+        """Start the thread of the scrub."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End with the block at hand, and write down the place. Idempotent."""
+        """Stop after the current block and record the position. Idempotent."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -138,60 +137,57 @@ class Scrubber:
                 try:
                     seconds = self.step()
                 except MEDIUM_ERRORS as error:
-                    self._context.metrics.say_once(
-                        "scrub", "the scrub of %s rests: %s", self._ssd.path, error
-                    )
+                    message = "the scrub of %s pauses: %s"
+                    self._context.metrics.say_once("scrub", message, self._ssd.path, error)
                     seconds = RETRY_SECONDS
                 if seconds and self._wait(seconds):
                     return
-        except StoreError:  # closed under it
+        except StoreError:  # the store was closed meanwhile
             return
         except Exception:
             logger.exception("the scrub of %s ended", self._ssd.path)
 
     def step(self) -> float:
-        """Check the next block; return the seconds to wait until the one after it.
+        """Check the next block; return the seconds to wait before the one after it.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``, if the records cannot be read.
         """
         if not self._due:
-            self._due.extend(self._ssd.records_after(self._place, _BATCH))
+            self._due.extend(self._ssd.records_after(self._last_key, _BATCH))
         if not self._due:
             return self._end_pass()
         key, record = self._due.popleft()
         self._check(key, record)
-        self._place = key
+        self._last_key = key
         self._unsaved += 1
         if self._unsaved >= SAVED_BLOCKS:
             self._save()
         return self._bucket.take(record.frame_bytes, self._clock())
 
     def _end_pass(self) -> float:
-        if self._place:
+        if self._last_key:
             self._passes += 1
-            self._place = b""
+            self._last_key = b""
             self._unsaved += 1
             self._save()
         now = self._clock()
-        rest = max(0.0, self._pass_began + PASS_SECONDS - now)
-        self._pass_began = now + rest
-        return max(1.0, rest)
+        pause = max(0.0, self._pass_began + PASS_SECONDS - now)
+        self._pass_began = now + pause
+        return max(1.0, pause)
 
     def _save(self) -> None:
         if self._unsaved:
-            self._ssd.set_fact(_FACT, self._place)
+            self._ssd.set_fact(_FACT, self._last_key)
             self._unsaved = 0
 
     def _check(self, key: BlockKey, record: Record) -> None:
         fault = self._fault(key, record)
         if fault == BUSY:
             self._due.appendleft((key, record))
-            raise OSError(errno.EAGAIN, "it cannot be read just now")
+            raise OSError(errno.EAGAIN, "the block cannot be read at the moment")
         now = self._ssd.record(key) if fault is not None else record
-        if (
-            now is not None and now.head_sum != record.head_sum
-        ):  # evicted and stored again meanwhile
+        if now is not None and now.head_sum != record.head_sum:  # evicted and stored again
             fault = self._fault(key, now)
         with self._context.lock:
             self._context.metrics.scrubbed_blocks += 1
@@ -199,7 +195,7 @@ class Scrubber:
             self._remove(key, now, fault)
 
     def _fault(self, key: BlockKey, record: Record) -> str | None:
-        """Return what is wrong with a block, or None: first as the disk has it, then as a read would."""
+        """Return the fault of a block, or None: first read from the disk, then as a read does."""
 
         def check(frame: memoryview) -> str | None:
             return stored_fault(self._frames, frame, key, record, keys_root=self._keys_root)
@@ -213,7 +209,7 @@ class Scrubber:
         return self._ssd.read([key], lambda _, frame: check(frame)).fault
 
     def _remove(self, key: BlockKey, record: Record, fault: str) -> None:
-        """Count a bad block, and remove it and all that hangs on it, as a read does."""
+        """Count a bad block, and remove it and its descendants."""
         path = [key]
         above: Record | None = record
         while above is not None and above.number:
@@ -224,20 +220,22 @@ class Scrubber:
         with self._context.lock:
             metrics = self._context.metrics
             metrics.corrupt_blocks[fault] += 1
-            message = "block %s in %s is bad (%s): the scrub removes it; counted from here on"
+            message = (
+                "block %s in %s is bad (%s): the scrub removes it; further ones are only counted"
+            )
             metrics.say_once(f"scrub {fault}", message, key.hex(), self._ssd.path, fault)
         if above is not None:
-            self._owned.discard(b"".join(reversed(path)))
+            self._writer.discard(b"".join(reversed(path)))
 
     def stats(self) -> dict[str, Any]:
-        """Return where it is as plain JSON values.
+        """Return the position as plain JSON values.
 
-        ``share`` is the part of this pass that is done: keys are evenly spread.
+        ``share`` is the checked part of this pass; keys are uniformly distributed.
         """
-        place = self._place
+        key = self._last_key
         return {
             "bytes_per_second": self._bytes_per_second,
-            "position": place.hex(),
-            "share": int.from_bytes(place[:8].ljust(8, b"\0"), "big") / 2**64,
+            "position": key.hex(),
+            "share": int.from_bytes(key[:8].ljust(8, b"\0"), "big") / 2**64,
             "passes": self._passes,
         }

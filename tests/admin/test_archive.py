@@ -608,4 +608,4 @@ def test_the_golden_archive_is_read_for_ever(tmp_path: Path) -> None:
             with cache.lookup(np.append(tokens, np.uint32(0))) as match:
                 found = cache.read(match)
                 assert_entries(WINDOWED, found, tokens, len(tokens))
-        assert len(owned(cache)._sticky) > 0
+        assert len(owned(cache).retention.pinned) > 0

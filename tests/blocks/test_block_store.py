@@ -710,7 +710,7 @@ def test_a_put_that_may_not_wait_is_refused_while_the_queue_is_full(tmp_path: Pa
     with open_store(tmp_path / "s", ssd_bytes="1MiB") as store:
         owned = tree(store).owned
         assert owned is not None
-        with owned._changing:  # the writer waits in its commit
+        with owned.changing:  # the writer waits in its commit
             keys = [f"k{n}" for n in range(300)]
             done = store.put(keys, [block_of(k) for k in keys], wait=0)
         assert 0 < sum(done) < 300

@@ -496,7 +496,7 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
         cache.flush()
         index = owned(cache).index
         assert index.blocks == cache._shared.ssd.block_count
-        assert owned(cache)._pending == {}
+        assert owned(cache).pending == {}
         assert not any(segment.pins for segment in index)
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
 
@@ -601,9 +601,9 @@ def test_unpinning_a_shorter_prefix_leaves_the_longer_one_pinned(tmp_path: Path)
         cache.store(tokens, entries_of(DENSE, tokens), pin=True)
         cache.flush()
         cache.unpin(tokens[: 3 * BLOCK])
-        assert len(owned(cache)._sticky) == 1
+        assert len(owned(cache).retention.pinned) == 1
         cache.unpin(tokens)
-        assert len(owned(cache)._sticky) == 0
+        assert len(owned(cache).retention.pinned) == 0
 
 
 def test_a_pinned_prefix_outlives_eviction_and_restart_until_it_is_unpinned(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_device_pages_serve_a_read_when_the_disk_lost_the_blocks(tmp_path: Path)
         with cache.lookup(tokens) as match:
             cache.load(match).release()
         index = owned(cache).index
-        owned(cache)._delete(index.evict(5))
+        owned(cache).removal.delete(index.evict(5))
         with cache.lookup(tokens) as match:
             assert match.residency == {"device": 5 * BLOCK, "ssd": 0}
             found = cache.read(match)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore import BlockStore, PrefixCache, StoreError
 from kvstore.cli.main import main
-from kvstore.store.writer import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
+from kvstore.store.failures import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
@@ -48,7 +48,7 @@ def put(cache: PrefixCache, seed: int, count: int = 4) -> tuple[NDArray[np.uint3
     """Store a prompt and wait for its commit; return it, and how many blocks were taken."""
     tokens = tokens_of(count * BLOCK + 1, seed)
     cache.store(tokens[:-1], entries_of(DENSE, tokens[:-1]), wait=30)
-    owned(cache)._writer.drain()
+    owned(cache).queue.drain()
     return tokens, cache.probe(tokens).hit_tokens // BLOCK
 
 
@@ -133,7 +133,7 @@ def test_a_store_without_a_free_slot_is_left_as_it_is_and_opens_later(
             with pytest.raises(StoreError, match="READERS_FULL"):
                 open_cache(path, role=role)
         assert main(["stats", str(path)]) == 2
-        assert "try again when readers, memory" in capsys.readouterr().err
+        assert "try again when readers, memory or descriptors are free" in capsys.readouterr().err
     with open_cache(path, role="owner") as cache:
         assert read(cache, tokens) == 4
         assert cache.stats()["counters"]["quarantined_stores"] == 0
@@ -244,7 +244,9 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
 
     with monkeypatch.context() as patched:
         patched.setattr(SsdTier, "frame", fail)
-        with pytest.raises(StoreError, match="try again when readers, memory"):
+        with pytest.raises(
+            StoreError, match="try again when readers, memory or descriptors are free"
+        ):
             verify_store(path, lambda *_: None)
     assert verify_store(path, lambda *_: None)["bad_blocks"] == 0
 

@@ -262,7 +262,7 @@ def test_options_that_cannot_work_are_named(
 
 def test_one_name_packs_every_group(tmp_path: Path) -> None:
     with open_packed(tmp_path / "s", ssd_formats="fp8") as cache:
-        assert isinstance(owned(cache)._format, AtRestFormat)
+        assert isinstance(cache._shared.format, AtRestFormat)
     layout = quantized_layout(DENSE, {"k": "fp8", "v": "fp8"})
     assert [g.entry_format for g in layout.groups] == ["fp8", "fp8"]
 

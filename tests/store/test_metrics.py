@@ -1,4 +1,4 @@
-"""Counters add up, and the one alarm there is can be heard once."""
+"""Counters, their JSON, and the alarm of a store without hits."""
 
 from __future__ import annotations
 

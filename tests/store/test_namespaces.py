@@ -1,4 +1,4 @@
-"""Namespaces come with their first block and go with their last: nothing grows by tenant."""
+"""Namespaces appear with their first block and are removed with their last: no state grows with tenants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.builders import Clock
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
 BLOCK_BYTES = 8192
-"""What a block of ``DENSE`` takes in the file."""
+"""Bytes of a block of ``DENSE`` in the file."""
 
 
 def tenant(number: int, **fields: Any) -> Namespace:
@@ -46,7 +46,7 @@ def hit(scope: Scope, tokens: NDArray[np.uint32]) -> int:
 
 
 def names(cache: PrefixCache) -> set[int]:
-    """Numbers of the namespaces that the medium names, checked against its records."""
+    """Numbers of the namespaces named on the medium, checked against its records."""
     ssd = owned(cache).ssd
     found = set(namespace_facts(ssd))
     assert {record.namespace_id for _, record in ssd.records()} <= found
@@ -58,7 +58,7 @@ def tenants(cache: PrefixCache) -> list[str]:
 
 
 def in_memory(cache: PrefixCache) -> int:
-    """How many entries everything in memory that is kept by namespace has together."""
+    """Entries of all state in memory that is kept by namespace."""
     spaces = owned(cache).namespaces
     parts: list[Any] = [value for value in vars(spaces).values() if hasattr(value, "__len__")]
     shared = cache._shared
@@ -74,7 +74,7 @@ def test_tenants_that_come_and_go_leave_nothing_behind(tmp_path: Path) -> None:
     options: dict[str, Any] = {"ssd_bytes": "4MiB", "block_tokens": 4 * BLOCK}  # 25 KB a block
 
     def fill(path: Path, count: int, *, is_shared: bool) -> tuple[int, list[int]]:
-        """Store prompts of one block; return the most blocks there were, and what memory keeps."""
+        """Store prompts of one block; return the most blocks stored, and the entries in memory."""
         most, sizes = 0, []
         with open_cache(path, **options) as cache:
             for number in range(count):
@@ -148,7 +148,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(names(cache)) == 1
         assert hit(cache, pinned) == cache.stats()["tiers"]["ssd"]["blocks"]
         before = in_memory(cache)
-        owned(cache)._resumes = math.inf
+        owned(cache).failures.stopped_until = math.inf
         for number in range(300, 400):
             put(cache.scope(tenant(number)), number + 1)
         assert in_memory(cache) == before
@@ -267,7 +267,7 @@ def test_a_number_is_not_given_out_while_a_queued_block_names_it(
 
 
 def test_a_number_that_only_records_have_is_not_given_out(tmp_path: Path) -> None:
-    """The name of a namespace was damaged: its blocks stay, and are nobody else's."""
+    """After damage to a namespace's name its blocks stay and belong to no other namespace."""
     path = tmp_path / "s"
     with open_cache(path) as cache:
         put(cache.scope(tenant(1)), 1)
@@ -297,7 +297,7 @@ def test_numbers_go_round_and_a_damaged_one_breaks_nothing(tmp_path: Path, name:
 
 
 def test_the_order_of_a_quota_is_not_that_of_a_later_namespace(tmp_path: Path) -> None:
-    """A second policy is kept by number; it goes with the number."""
+    """A second policy is kept by number and removed with the number."""
     with open_cache(tmp_path / "s") as cache:
         scope = cache.scope(tenant(1), ssd_quota=4 * BLOCK_BYTES)
         put(scope, 1, 8)
@@ -314,7 +314,7 @@ def test_the_order_of_a_quota_is_not_that_of_a_later_namespace(tmp_path: Path) -
 
 @contextmanager
 def pictures(monkeypatch: pytest.MonkeyPatch, path: Path, folder: Path) -> Iterator[list[Path]]:
-    """Copy a store after each of its transactions, as a kill right then would leave it."""
+    """Copy a store after each of its transactions, as a kill at that moment would leave it."""
     taken: list[Path] = []
     change = SsdTier._change
 
@@ -406,14 +406,14 @@ def test_threads_that_come_and_go_under_many_names_lose_none(tmp_path: Path) -> 
         assert owned(cache).ssd.usage == {
             space["id"]: space["blocks"] * BLOCK_BYTES for space in spaces
         }
-        assert not owned(cache).namespaces._held
+        assert not owned(cache).namespaces._references
 
 
 # ---- generations ---------------------------------------------------------------------------------
 
 
 def nothing(*_args: int) -> None:
-    """Tell nobody of progress."""
+    """Ignore progress."""
 
 
 def test_a_recorded_generation_outlives_the_last_block_and_keeps_old_weights_out(
@@ -437,13 +437,15 @@ def test_a_recorded_generation_outlives_the_last_block_and_keeps_old_weights_out
 def test_lines_with_a_recorded_generation_are_bounded_and_the_last_one_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "LINE_BYTES", 8 << 10)
+    monkeypatch.setattr(generations, "RECORD_BYTES", 8 << 10)
     path = tmp_path / "s"
     with open_cache(path) as cache:  # 8 MiB / 64 / 8 KiB
         for number in range(16):
             assert cache.scope(tenant(number)).bump_generation() == 1
         full = cache.scope(tenant(16))
-        with pytest.raises(StoreError, match="records the generations of 16 namespaces, the most"):
+        with pytest.raises(
+            StoreError, match="records the generations of 16 namespaces, expected at most 16"
+        ):
             full.bump_generation()
         assert full.namespace.generation == 0
         assert cache.scope(tenant(3)).bump_generation() == 2
@@ -465,7 +467,7 @@ def test_the_last_generations_of_all_end_in_a_sentence(tmp_path: Path, given: in
 
 
 def altered(file: Path, **fields: Any) -> None:
-    """Write an archive's manifest anew, with other values of some fields."""
+    """Rewrite an archive's manifest with other values of some fields."""
     import io
     import tarfile
 
@@ -523,7 +525,7 @@ def test_the_last_generation_that_an_archive_may_have_leaves_room_for_another(
 
 @pytest.mark.parametrize("sequence", [2**62, 2**63 - 1, 2**63, 2**64 - 1])
 def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, sequence: int) -> None:
-    """Rows of `age` hang on sequences: where all are equal, none is found again and none goes."""
+    """Rows of `age` are keyed by sequence: equal ones overwrite each other and cannot be deleted."""
     path = tmp_path / "s"
     with open_cache(path, ssd_bytes="1MiB") as cache:
         tokens = put(cache, 1)

@@ -221,10 +221,10 @@ def test_a_pin_of_queued_blocks_holds_once_they_are_stored(
         cache.store(tokens, entries_of(DENSE, tokens), pin=True)
         held_writer.set()
         cache.flush()
-        owned(cache)._evict(100)
+        owned(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
     with open_cache(tmp_path / "s") as cache:
-        owned(cache)._evict(100)
+        owned(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
 
 
@@ -258,10 +258,10 @@ def test_a_pin_ends_where_it_did_also_after_a_restart(tmp_path: Path) -> None:
         cache.store(tokens[: 4 * BLOCK], entries_of(DENSE, tokens[: 4 * BLOCK]), pin=True)
         cache.lookup([*tokens, 0])
     with open_cache(tmp_path / "s") as cache:
-        owned(cache)._evict(100)
+        owned(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
         cache.unpin(tokens[: 4 * BLOCK])
-        owned(cache)._evict(100)
+        owned(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 0
 
 
@@ -271,7 +271,7 @@ def test_a_block_stored_again_while_it_is_removed_is_not_lost(
     with open_cache(tmp_path / "s") as cache:
         tokens = kept(cache)
         side = owned(cache)
-        delete = side._delete
+        delete = side.removal.delete
         threads = []
 
         def slow(keys: Any) -> None:
@@ -282,7 +282,7 @@ def test_a_block_stored_again_while_it_is_removed_is_not_lost(
             thread.join(0.3)  # long enough for its commit, if nothing holds that back
             delete(keys)
 
-        monkeypatch.setattr(side, "_delete", slow)
+        monkeypatch.setattr(side.removal, "delete", slow)
         cache.clear()
         threads[0].join()
         with cache.lookup(tokens) as match:
@@ -501,7 +501,7 @@ def test_any_number_of_seconds_may_be_waited(
     tmp_path: Path, held_writer: threading.Event, wait: float
 ) -> None:
     with open_cache(tmp_path / "s") as cache:
-        writer = owned(cache)._writer
+        writer = owned(cache).queue
         writer._queue_blocks = 1
         tokens = tokens_of(33)
         threading.Timer(0.2, held_writer.set).start()
@@ -912,7 +912,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
 
 def test_a_store_that_comes_while_the_writer_closes_is_dropped_and_counted(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
-        owned(cache)._writer.close()
+        owned(cache).queue.close()
         tokens = tokens_of(33)
         stored = cache.store(tokens, entries_of(DENSE, tokens))
         assert (stored.end, stored.dropped) == (0, 4)

@@ -1,4 +1,4 @@
-"""The index out of records, beside the same thing said block by block."""
+"""The rebuilt index compared with a walk of the records block by block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Found = tuple[list[object], list[BlockKey]]
 
 
 def rebuilt(records: Mapping[BlockKey, Record]) -> Found:
-    """Return every segment in the order in which they were made, with all that is in it; and orphans."""
+    """Return the fields of every segment in the order of insertion, and the orphans."""
     rows = b"".join(key + records[key].pack() for key in sorted(records))
     made: list[Segment] = []
     stuck: list[Segment] = []
@@ -86,14 +86,14 @@ def expected(records: Mapping[BlockKey, Record]) -> Found:
 
 
 def a_key(number: int) -> BlockKey:
-    """Return one of a few keys, half of which begin alike."""
+    """Return one of a few keys; half of them share a prefix."""
     word = 0 if number % 2 else number * 0x9E3779B97F4A7C15 % 2**64
     return BlockKey(word.to_bytes(8, "big") + number.to_bytes(8, "big"))
 
 
 @st.composite
 def stores(draw: st.DrawFn) -> dict[BlockKey, Record]:
-    """Trees of blocks, of which some records are damaged, are missing, or name each other."""
+    """Trees of blocks in which some records are damaged, missing, or parents of each other."""
     blocks = draw(st.integers(0, 40))
     damage = draw(st.booleans())
     found: dict[BlockKey, Record] = {}

@@ -1,4 +1,4 @@
-"""The background scrub: it finds what went bad, keeps to its rate, and goes on where it stopped."""
+"""The background scrub: it finds damaged blocks, keeps its rate, and continues after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill(path: Path, prompts: int = 4, blocks: int = 6) -> None:
 
 
 class Clock:
-    """Seconds that pass only while somebody waits."""
+    """Seconds that advance only in ``wait``."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -63,7 +63,7 @@ def scrubber(cache: Any, clock: Clock | None = None, rate: int = 1000, **options
 
 
 def one_pass(walk: Scrubber) -> list[float]:
-    """Step until the pass ends; the last wait is the rest after it."""
+    """Step until the pass ends; the last wait is the pause after it."""
     before, waits = walk.stats()["passes"], []
     while walk.stats()["passes"] == before:
         waits.append(walk.step())

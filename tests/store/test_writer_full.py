@@ -1,4 +1,4 @@
-"""A disk, a quota or a file that takes no more: evicted for, told apart from a bad disk, and over when it is."""
+"""A full disk, file or quota of the file system: eviction, no read-only store, recovery."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import lmdb
 import pytest
 
 from kvstore import PrefixCache, StoreError
-from kvstore.store.writer import FULL_RETRIES, RETRY_EVICTION_BLOCKS
+from kvstore.store.commit import FULL_RETRIES, RETRY_EVICTION_BLOCKS
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
 PROMPT = 4 * BLOCK
@@ -26,7 +26,7 @@ def keep(cache: PrefixCache, seed: int) -> int:
     """Store a prompt of four blocks and wait for its commit; return how many tokens are a hit."""
     tokens = tokens_of(PROMPT + 1, seed)
     cache.store(tokens, entries_of(DENSE, tokens))
-    owned(cache)._writer.drain()
+    owned(cache).queue.drain()
     return cache.probe(tokens).hit_tokens
 
 
@@ -54,7 +54,7 @@ def test_want_of_room_is_known_by_its_code(tmp_path: Path, error: Exception) -> 
 def test_an_error_of_input_and_output_asks_the_file_system(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB reports a write that was cut short as one, whatever cut it."""
+    """LMDB reports every short write as EIO, whatever its cause."""
     with open_cache(tmp_path / "s") as cache:
         ssd = cache._shared.ssd
         assert not ssd.lacks_room(of_lmdb(errno.EIO), 1)
@@ -70,7 +70,7 @@ def test_an_error_of_input_and_output_asks_the_file_system(
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond ``size`` bytes; Python ignores the signal."""
+    """Limit files of this process to ``size`` bytes; Python ignores the signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -103,7 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def use(cache: PrefixCache, limit: Any) -> None:
-    """Store far more than fits while a limit holds, then go on without it."""
+    """Store far more than fits under a limit, then continue without it."""
     with limit:
         hits = [keep(cache, seed) for seed in range(60)]
         assert sum(hits) > 20 * PROMPT, "what is old goes for what is new"
@@ -186,7 +186,7 @@ def test_what_the_file_has_already_is_not_asked_for_again(small_disk: Path) -> N
 def test_an_allocation_that_fails_half_way_is_undone(
     tmp_path: Path, code: int, is_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quota is nothing that free space shows: it is met while the space is taken."""
+    """Free space does not show a quota: the allocation meets it."""
     path = tmp_path / "s"
     if not is_new:
         with open_cache(path) as cache:

@@ -166,7 +166,7 @@ def failing_medium(case: Case) -> list[Finding]:
         preload.fail(operation, errno.EIO, skip=rng.randrange(6), count=preload.FOR_EVER)
         for prompt in known[6:] * 2:
             store(cache, prompt)
-            owned(cache)._writer.drain()
+            owned(cache).queue.drain()
         if flush(cache, known, lambda told: None):
             findings.append(Finding("lost", "a flush was acknowledged by a disk that fails"))
         stats = cache.stats() if operation == preload.SYNC else None

@@ -193,7 +193,7 @@ class CacheModel:
             ]
             for group in WINDOWED.global_groups
         }
-        writer = owned(self.cache)._writer
+        writer = owned(self.cache).queue
         room, writer._queue_blocks = writer._queue_blocks, 0 if is_full else writer._queue_blocks
         try:
             stored = scope.store(
@@ -343,7 +343,7 @@ class CacheModel:
             self.cache.flush()
         except StoreError:
             # A medium that failed has said so; one that did not must not.
-            assert owned(self.cache)._failures, "a flush failed on a sound medium"
+            assert owned(self.cache).failures.count, "a flush failed on a sound medium"
             return False
         return True
 
@@ -354,7 +354,7 @@ class CacheModel:
         self._failing.clear()
         self.flush()
         before = self.resident()
-        back = {bytes(key) for key in owned(self.cache)._undeleted}  # what failed to be deleted
+        back = set(map(bytes, owned(self.cache).removal.undeleted))  # a delete failed
         self.cache.close()
         self._open()
         self.windows.clear()
@@ -425,7 +425,7 @@ class CacheModel:
         """Recount everything."""
         shared = self.cache._shared
         index = owned(self.cache).index
-        with owned(self.cache)._changing, shared.context.lock:  # no commit pins parents meanwhile
+        with owned(self.cache).changing, shared.context.lock:  # no commit pins parents meanwhile
             assert index.blocks == sum(segment.blocks for segment in index)
             assert index.segments == sum(1 for _ in index)
             for segment in index:
@@ -448,13 +448,13 @@ class CacheModel:
     def check_usage(self) -> None:
         """The bytes of each namespace are those of its records, and no more than its quota."""
         side = owned(self.cache)
-        with side._changing:
+        with side.changing:
             usage = usage_of(record for _, record in side.ssd.records())
             assert +side.ssd.usage == usage == side.ssd.usage, "bytes by namespace do not recount"
             assert usage.keys() <= namespace_facts(side.ssd).keys(), "a block of no namespace"
             spaces = side.namespaces.table({}, usage)
             used = sum(space["bytes"] for space in spaces if space["tenant"] == "tenant 1")
-            assert used <= QUOTA or side._undeleted, "a tenant is above its quota"
+            assert used <= QUOTA or side.removal.undeleted, "a tenant is above its quota"
 
     def check_file(self) -> None:
         """The file is never above its cap."""

@@ -1,4 +1,4 @@
-"""What one request may take: a long prompt keeps its head, and others keep their blocks."""
+"""request_share: a long prompt keeps its first blocks, and other prompts keep theirs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def room(cache: PrefixCache) -> int:
 
 
 def hot(cache: PrefixCache) -> list[NDArray[np.uint32]]:
-    """Store and use the prefixes of everybody."""
+    """Store and use the prefixes of all others."""
     prompts = [tokens_of(LENGTH * BLOCK + 1, seed) for seed in range(PREFIXES)]
     for tokens in prompts:
         assert put(cache, tokens) == 0

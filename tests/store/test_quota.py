@@ -1,4 +1,4 @@
-"""Quotas: what one namespace may hold of a store that it shares."""
+"""Quotas: the most bytes that one namespace may take of a store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.frame.test_at_rest import numbers, open_packed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
 BLOCK_BYTES = 8192
-"""What a block of ``DENSE`` takes in the file: 6,144 bytes of entries and a head."""
+"""Bytes of a block of ``DENSE`` in the file: 6,144 bytes of entries and a head."""
 
 
 def tenant(name: str, **fields: Any) -> Namespace:
@@ -35,7 +35,7 @@ def blocks(count: int) -> int:
 
 
 def put(scope: Scope, seed: int, count: int, **options: Any) -> NDArray[np.uint32]:
-    """Store a prompt of ``count`` blocks that no other seed shares, and wait for it."""
+    """Store a prompt of ``count`` blocks unique to its seed, and wait for its commit."""
     tokens = tokens_of(count * BLOCK + 1, seed)
     scope.store(tokens[:-1], entries_of(DENSE, tokens[:-1]), wait=30, **options)
     scope.flush()

@@ -1,4 +1,4 @@
-"""A store's eviction policy: chosen by name or given, the simulator's own, and safe to get wrong."""
+"""Eviction policies of a store: chosen by name or given, as in the simulator, and replaced on failure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.guarded import METHODS, Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.store import writer as owner
+from kvstore.store.eviction import Eviction, Limit
 from tests.builders import path_of
 from tests.simulate.support import Prefix, grown_paths
 from tests.simulate.test_policies import drive_tree
-from tests.store.test_writer_quota import hit, put, tenant
+from tests.store.test_quota import hit, put, tenant
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 
 
@@ -78,7 +78,7 @@ class Failing(Lru[Segment]):
 
 
 def flood(cache: PrefixCache, prompts: int = 20, blocks: int = 40) -> list[Any]:
-    """Store prompts that fork off each other until much was evicted, using some again."""
+    """Store prompts that fork from each other until many blocks are evicted, and use some again."""
     stored: list[Any] = []
     for seed in range(prompts):
         tokens = tokens_of(blocks * BLOCK, seed)
@@ -93,7 +93,7 @@ def flood(cache: PrefixCache, prompts: int = 20, blocks: int = 40) -> list[Any]:
 
 
 def assert_sound(cache: PrefixCache, stored: list[Any]) -> None:
-    """What the index says is there is there, is right, and the newest is among it."""
+    """Blocks of the index are stored and correct, and the newest prompt is among them."""
     for tokens in stored:
         with cache.lookup(tokens) as match:
             expected = match.hit_tokens
@@ -132,7 +132,7 @@ def test_a_policy_that_raises_is_heard_once_and_eviction_goes_on(
 
 
 class Choosing(Lru[Segment]):
-    """A policy that names what may not go."""
+    """A policy that returns invalid victims."""
 
     def __init__(self, choice: Any) -> None:
         super().__init__()
@@ -226,13 +226,12 @@ CAPACITY = 11
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a tier hold CAPACITY blocks, to the block, and write what one ``store`` queued at once."""
 
-    def limit(side: owner.OwnedSsd, _high: int, _low: int) -> Any:
-        full = CAPACITY * side.ssd.block_bytes
-        return owner._Limit(
-            lambda: side.index.blocks * side.ssd.block_bytes, full, full, None, "no_room"
-        )
+    def limit(eviction: Eviction, _high: int, _low: int) -> Limit:
+        size = eviction.ssd.block_bytes
+        full = CAPACITY * size
+        return Limit(lambda: eviction.index.blocks * size, full, full, None, "no_room")
 
-    monkeypatch.setattr(owner.OwnedSsd, "_cap", limit)
+    monkeypatch.setattr(Eviction, "cap", limit)
     monkeypatch.setattr(
         "kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0
     )  # a flush ends the wait

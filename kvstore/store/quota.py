@@ -1,0 +1,20 @@
+"""Quotas: the most bytes that all generations of one namespace may take, as limits of eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvstore.store.eviction import Limit
+from kvstore.store.namespaces import Lineage
+
+QUOTA_SLACK = 0.04
+"""Share of a quota that eviction frees beyond need: the distance of the tier's watermarks."""
+
+
+def quota_limit(lineage: Lineage, usage: Mapping[int, int]) -> Limit | None:
+    """Return the limit of a lineage, None without a quota. ``usage`` is in bytes by number."""
+    quota = lineage.quota
+    if quota is None:
+        return None
+    low = quota - int(QUOTA_SLACK * quota)
+    return Limit(lambda: sum(usage[n] for n in lineage.numbers), quota, low, lineage, "quota")
