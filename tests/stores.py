@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import LayerGroup, Layout, Lifetime, Namespace, Pages, PrefixCache
-from kvstore.cache.device_pages import DevicePages
+from kvstore.cache.device_cache import DeviceCache
 from kvstore.cache.scope import Scope
 from kvstore.store.writer import OwnedSsd
 
@@ -118,8 +118,8 @@ def engine_pages() -> Pages:
     return Pages(tensors, [0, 1, 2, 3])
 
 
-def paged(cache: Scope) -> DevicePages:
+def paged(cache: Scope) -> DeviceCache:
     """The device pages of a cache, for tests that look inside."""
-    pages = cache._shared.pages
-    assert pages is not None
-    return pages
+    device = cache._shared.device
+    assert device.is_open
+    return device

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 import kvstore
 from kvstore.errors import ConfigError, KVStoreError, StoreError
+from kvstore.index.plan import hit_limit
 
 EngineName = Literal["transformers", "reference"]
 Logits: TypeAlias = NDArray[np.floating[Any]]
@@ -149,7 +150,7 @@ class Report:
     def failures(self) -> list[str]:
         """Sentences about what is not as promised; empty when all is well."""
         found = []
-        expected = (self.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        expected = hit_limit(self.prompt_tokens, BLOCK_TOKENS)
         if self.hit_tokens != expected:
             found.append(f"restored {self.hit_tokens} tokens, expected {expected}")
         if not self.same_tokens:

@@ -60,6 +60,10 @@ class Prefix:
             return self
         return replace(self, tokens=tokens, hashes=self.hashes[:blocks])
 
+    def head(self, blocks: int) -> bytes:
+        """Keys of its first ``blocks`` blocks, end to end."""
+        return self.path[: blocks * KEY_BYTES]
+
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
         return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +136,10 @@ class WindowPool:
         if held is None or held.expires <= self._clock():
             return None
         return held.snapshot
+
+    def longest(self, hashes: Sequence[BlockHash], blocks: int) -> int:
+        """Return the most blocks, up to ``blocks``, of a prefix whose window is held."""
+        return next((n for n in range(blocks, 0, -1) if self.peek(hashes[n - 1])), 0)
 
     def pin(self, key: BlockHash) -> WindowSnapshot | None:
         """Return the snapshot that ends ``key``, recent and protected until ``unpin``."""

@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from kvstore import ConfigError, LayoutMismatch, Namespace, PrefixCache, StoreError
-from kvstore.cache.shared import LEASE_SECONDS
+from kvstore.cache.leases import LEASE_SECONDS
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -754,6 +754,6 @@ def test_salts_that_come_and_go_leave_nothing_in_memory(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         for number in range(50):
             cache.scope(replace(NAMESPACE, tenant=str(number))).probe(tokens_of(BLOCK + 1))
-        assert cache._shared._generations == {}
+        assert cache._shared.generations._newest == {}
         cache.bump_generation()
-        assert list(cache._shared._generations.values()) == [1]
+        assert list(cache._shared.generations._newest.values()) == [1]

@@ -25,10 +25,10 @@ from kvstore import (
     StoreError,
 )
 from kvstore.cache import jobs
-from kvstore.cache.shared import SharedTiers
+from kvstore.cache.writes import Writes
 from kvstore.codec import codec_for
 from kvstore.frame.format import FrameFormat
-from kvstore.tier.paged import PagedEntries
+from kvstore.tier.engine_copy import PagedEntries
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -37,6 +37,7 @@ from tests.stores import (
     entries_of,
     open_cache,
     owned,
+    paged,
     tokens_of,
 )
 from tests.streams import Stream
@@ -482,9 +483,9 @@ def test_who_cancels_waits_for_copies_and_for_nothing_else(
     engine = Engine(DENSE, 4)
     engine.fill(tokens)
     offered, room = threading.Event(), threading.Event()
-    store = SharedTiers.store
+    store = Writes.store
 
-    def late_store(self: SharedTiers, *args: Any, **options: Any) -> Any:
+    def late_store(self: Writes, *args: Any, **options: Any) -> Any:
         offered.set()
         assert room.wait(30)  # as for room in the queue of a slow disk
         return store(self, *args, **options)
@@ -495,7 +496,7 @@ def test_who_cancels_waits_for_copies_and_for_nothing_else(
         assert hold_jobs.reached.wait(30)
         queued.cancel()  # it has not had its turn
         assert not copying.done
-        monkeypatch.setattr(SharedTiers, "store", late_store)
+        monkeypatch.setattr(Writes, "store", late_store)
         hold_jobs()
         assert offered.wait(30)
         copying.cancel()  # its copy is made
@@ -884,8 +885,7 @@ def test_a_prefix_grows_by_publishing_behind_loaded_pages(tmp_path: Path) -> Non
 
 
 def paged_evict(cache: PrefixCache, count: int) -> list[Any]:
-    pages = cache._shared.pages
-    assert pages is not None
+    pages = paged(cache)
     keys = pages.index.evict(count, cache._shared.context.wall_clock())
     pages._free(keys)
     return keys

@@ -247,7 +247,7 @@ def test_aborts_between_lookup_and_read_leave_nothing_pinned(tmp_path: Path) -> 
         now = 60.0
         cache.lookup(prompt(5))
         assert cache.stats()["counters"]["expired_leases"] == 1000
-        assert not cache._shared._by_request
+        assert not cache._shared.lookups._by_request
     assert run_again(tmp_path, tokens) == 48
 
 
@@ -260,7 +260,7 @@ def test_a_full_queue_drops_and_a_later_run_stores(tmp_path: Path) -> None:
     tokens = prompt(60)
     with open_store(tmp_path / "s") as cache:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache._shared, "store", lambda *_, **__: kvstore.Stored(0, 0, 3))
+            patch.setattr(cache._shared.writes, "store", lambda *_, **__: kvstore.Stored(0, 0, 3))
             cold, _ = run(cache, tokens)
         cache.flush()
         again, hit = run(cache, tokens)

@@ -63,7 +63,7 @@ def in_memory(cache: PrefixCache) -> int:
     parts: list[Any] = [value for value in vars(spaces).values() if hasattr(value, "__len__")]
     shared = cache._shared
     parts += [owned(cache).ssd.usage, owned(cache).ssd.emptied, owned(cache).index._apart]
-    parts += [shared._by_request, shared._generations, shared._leases]
+    parts += [shared.lookups._by_request, shared.generations._newest, shared.leases._lent]
     return sum(len(part) for part in parts)
 
 

@@ -150,7 +150,7 @@ def test_requests_that_are_never_released_are_forgotten_with_their_lease(tmp_pat
             cache.lookup(tokens_of(20, seed=9), request_id=f"miss {number}")
         clock.now += 31
         cache.lookup(tokens)
-        assert not cache._shared._by_request
+        assert not cache._shared.lookups._by_request
 
 
 def test_a_match_keeps_its_tokens_when_the_callers_buffer_changes(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_a_match_entered_twice_is_pinned_until_it_is_left_twice(tmp_path: Path) 
         with match:
             with match:
                 pass
-            assert not match.hold.is_released  # type: ignore[union-attr]
-        assert match.hold.is_released  # type: ignore[union-attr]
+            assert not match.pins.is_released  # type: ignore[union-attr]
+        assert match.pins.is_released  # type: ignore[union-attr]
 
 
 def test_a_pin_of_queued_blocks_holds_once_they_are_stored(
@@ -349,7 +349,7 @@ def test_a_load_that_is_interrupted_leaks_no_page_and_no_pin(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as broken:
-            broken.setattr(cache._shared._reads, "each", interrupted)
+            broken.setattr(cache._shared.ssd_reads, "each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.load(cache.probe(tokens))
         assert cache.device.free_pages == free
@@ -842,7 +842,7 @@ def test_a_damaged_generation_is_an_error_and_leaves_nothing_open(
 ) -> None:
     path = tmp_path / "s"
     with open_cache(path) as cache:
-        name = f"generation:{cache._line}".encode()
+        name = f"generation:{cache._chains.line}".encode()
     edit(path, b"sys", lambda txn, _db: txn.put(name, value or b"\0"))
     for _ in range(2):
         with pytest.raises(StoreError, match="generation"):
@@ -1009,8 +1009,8 @@ def test_an_import_of_torch_in_another_thread_disturbs_nothing(
 def test_pages_are_made_without_the_lock_that_lookups_take(tmp_path: Path) -> None:
     """Making them imports torch, which takes seconds."""
     with open_cache(tmp_path / "s") as cache:
-        tokens, shared = kept(cache), cache._shared
-        real, found = shared._open_device, []
+        tokens, device = kept(cache), cache._shared.device
+        real, found = device._open_tier, []
 
         def make() -> Any:
             other = threading.Thread(target=lambda: found.append(cache.probe(tokens).hit_tokens))
@@ -1018,6 +1018,6 @@ def test_pages_are_made_without_the_lock_that_lookups_take(tmp_path: Path) -> No
             other.join(30)
             return real()
 
-        shared._open_device = make
+        device._open_tier = make
         assert cache.device.page_count
         assert found == [4 * BLOCK]

@@ -58,7 +58,7 @@ def clock_jumps(case: Case) -> list[Finding]:
                 findings.append(Finding("lost", f"step {step}: {blocks} of {least} {name} blocks"))
         if cache.stats()["counters"]["evicted_blocks"].get("ssd"):
             findings.append(Finding("other", f"step {step}: a jump of the clock evicted blocks"))
-        held = sum(not hold.is_released for hold in cache._shared._leases)
+        held = sum(not pins.is_released for pins in cache._shared.leases._lent)
         if held > 3:
             findings.append(Finding("other", f"step {step}: {held} leases outlive their time"))
 

@@ -433,14 +433,15 @@ class CacheModel:
                 assert parent is not None
                 assert segment.start == parent.stop
                 assert parent.children[segment.keys[:16]] is segment
-            if shared.pages is not None:
-                pages = set(shared.pages._page_of.values())
-                assert len(pages) == len(shared.pages._page_of) == shared.pages.index.blocks
-                assert pages.isdisjoint(shared.pages.tier._free)
-                assert len(pages) + shared.pages.tier.free_pages == shared.pages.tier.page_count
+            device = shared.device
+            if device.is_open:
+                pages = set(device._page_of.values())
+                assert len(pages) == len(device._page_of) == device.index.blocks
+                assert pages.isdisjoint(device.tier._free)
+                assert len(pages) + device.tier.free_pages == device.tier.page_count
             pinned = sum(segment.pins for segment in index)
         if not self.held:
-            live = sum(not hold.is_released for hold in shared._leases)
+            live = sum(not pins.is_released for pins in shared.leases._lent)
             assert pinned <= live + 4, "pins outlive their matches"  # a commit pins its parents
         self.check_file()
         self.check_usage()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.codec import codec_for
 from kvstore.layout import LayerGroup, Layout
-from kvstore.tier.pages import ENTRIES_TAG, Pages
+from kvstore.tier.engine_pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """Formats whose entries are plain numbers: exact if they are the engine's own, else one rounding."""
