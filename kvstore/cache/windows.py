@@ -8,7 +8,6 @@ from dataclasses import replace
 from kvstore.cache.match import Match
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
-from kvstore.index import plan
 from kvstore.layout.replay import ReplayHook, ReplayRequest, WindowSnapshot
 from kvstore.store.context import Context
 from kvstore.tier.window import WindowPool, check_snapshot, copy_of
@@ -57,7 +56,7 @@ class Windows:
         found: dict[int, WindowSnapshot] = {}
         batches: list[tuple[ReplayHook, list[int]]] = []
         for position, (match, hook) in enumerate(pairs):
-            if plan.replay(match.hit_tokens, match.floors) is None:
+            if match.replay_start >= match.hit_tokens:
                 found[position] = _from_pool(match)
                 continue
             if hook is None:
