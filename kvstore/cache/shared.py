@@ -87,8 +87,8 @@ class SharedTiers(OpenStore):
         """Count and log that LRU replaces the policy. The caller holds the lock."""
         self.metrics.policy_errors += 1
         self._policy_alarm = (
-            f"the eviction policy of {self.ssd.path} failed: {error!r}; what was used least recently "
-            "goes until it is reopened"
+            f"the eviction policy of {self.ssd.path} failed: {error!r}; LRU replaces it "
+            "until the store is reopened"
         )
         self.metrics.say_once("policy", "%s", self._policy_alarm)
 

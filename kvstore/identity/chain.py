@@ -1,4 +1,4 @@
-"""What is stored together: a chain of blocks, and a request's tokens as one."""
+"""Chains of blocks, and the prefix of a request as a chain."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Chain(Protocol):
 
     @property
     def root(self) -> BlockHash:
-        """What the first block hangs on, and whose blocks they are."""
+        """The parent of the first block: its namespace's hash."""
 
     @property
     def path(self) -> bytes:
-        """Keys of its blocks, end to end: what an index matches."""
+        """Keys of its blocks, end to end, for an index to match."""
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
@@ -39,7 +39,7 @@ class Chain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A request's tokens with the identity of every whole block of them."""
+    """A request's tokens with the hash of every whole block."""
 
     root: BlockHash
     tokens: NDArray[np.uint32]
@@ -47,14 +47,14 @@ class Prefix:
     images: Sequence[ImageSpan]
     block_tokens: int
     path: bytes = field(default=b"", init=False)
-    """Keys of its blocks, end to end: what an index matches."""
+    """Keys of its blocks, end to end, for an index to match."""
 
     def __post_init__(self) -> None:
-        """Cut the hashes down to keys, once."""
+        """Join the keys, which are prefixes of the hashes."""
         object.__setattr__(self, "path", self.hashes.prefixes(KEY_BYTES))
 
     def cut(self, blocks: int) -> Prefix:
-        """Return the first ``blocks`` blocks of it, and no token behind them."""
+        """Return its first ``blocks`` blocks, without later tokens."""
         tokens = self.tokens[: blocks * self.block_tokens]
         if len(tokens) == len(self.tokens):
             return self
@@ -85,7 +85,7 @@ class Prefix:
         return self.hashes[number - 1] if number else self.root
 
     def hash_at(self, tokens: int) -> BlockHash:
-        """Hash of the prefix that ends at a block boundary."""
+        """Hash of its first ``tokens`` tokens, a block boundary."""
         return self.parent_hash(tokens // self.block_tokens)
 
     def block_ids(self, number: int) -> NDArray[np.uint32]:
@@ -93,7 +93,7 @@ class Prefix:
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
 
     def run_of_hashes(self, first: int, count: int) -> bytes:
-        """Hash of the parent of block ``first``, then of it and the blocks behind it, end to end."""
+        """Hash of the parent of block ``first``, then of ``count`` blocks from it on, end to end."""
         return self.parent_hash(first) + self.hashes[first : first + count].joined
 
     def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:

@@ -1,4 +1,4 @@
-"""Leaf-first LRU: the least recently used evictable segment goes, from its tail."""
+"""Leaf-first LRU, and LRU after expiry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.policy.protocol import Policy, S
 
 
 class Lru(Policy[S], Generic[S]):
-    """Evict what was used least recently."""
+    """Evict the least recently used segment."""
 
     def __init__(self) -> None:
         self._leaves: Leaves[S] = Leaves(self._rank)
@@ -29,20 +29,8 @@ class Lru(Policy[S], Generic[S]):
         self._leaves.push(segment)
 
     @override
-    def touch(self, segment: S) -> None:
-        pass
-
-    @override
-    def split(self, upper: S, lower: S) -> None:
-        pass
-
-    @override
     def release(self, segment: S) -> None:
         self._leaves.push(segment)
-
-    @override
-    def remove(self, segment: S) -> None:
-        pass
 
     @override
     def victim(self, blocks: int) -> S | None:
@@ -50,7 +38,7 @@ class Lru(Policy[S], Generic[S]):
 
 
 class Ttl(Lru[S], Generic[S]):
-    """Evict what expires first, and what was used least recently among equals."""
+    """Evict the segment that expires first, the least recently used among equals."""
 
     @staticmethod
     @override

@@ -1,4 +1,4 @@
-"""Entries in pages that an engine owns: where they lie, and in which order. It imports no torch."""
+"""The description of an engine's own pages. It imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 ENTRIES_TAG = "entries"
-"""The one order of pages that is taken: axes ``[page, entry, *numbers]`` of each layer, by strides."""
+"""The only supported layout tag: axes ``[page, entry, *numbers]`` of each layer, any strides."""
 
 
 class Pages:
-    """Source or target of entries: tensors cut into pages, and the page of each run of tokens.
+    """Source or target of entries: paged tensors, and a page table.
 
-    A page holds the same number of entries of every layer of a group. Axes must come in this order;
-    strides are free, so an engine that keeps its tensors in another order gives permuted or sliced
-    views of them and nothing is copied.
+    A page holds the same number of entries of every layer of a group. The order of axes is fixed and
+    strides are free: an engine with another order gives permuted or sliced views, without a copy.
 
     Shapes:
         ``tensors[group]`` is either one torch tensor ``[pages, layers, entries, *entry]``, or a
@@ -23,11 +22,10 @@ class Pages:
         which the group's format encodes and decodes.
 
     Units:
-        ``page_ids`` lists the pages of tokens ``[0, ...)`` in order: integers, or one such list for
-        each group where groups are paged apart. Ids of pages that a call does not touch may be
-        anything.
+        ``page_ids`` lists the pages of tokens ``[0, ...)`` in order: integers, or a mapping from
+        each group to such a list. Ids of pages that a call does not touch may have any value.
 
-    ``layout_tag`` names the order of axes; other orders than ``"entries"`` are refused, not guessed.
+    ``layout_tag`` names the order of axes; any other than ``"entries"`` is refused.
     """
 
     def __init__(
