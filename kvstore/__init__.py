@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.blocks.block_store import BlockStore
     from kvstore.cache import Entries, Match, PinnedPages, Stored
     from kvstore.cache.prefix_cache import PrefixCache
-    from kvstore.transfer.threads import Job
+    from kvstore.transfer.job import Job
 
 __all__ = [
     "BlockStore",
@@ -59,7 +59,7 @@ _ON_FIRST_USE = {
     "BlockStore": "kvstore.blocks.block_store",
     "Entries": "kvstore.cache",
     "Match": "kvstore.cache",
-    "Job": "kvstore.transfer.threads",
+    "Job": "kvstore.transfer.job",
     "PinnedPages": "kvstore.cache",
     "PrefixCache": "kvstore.cache.prefix_cache",
     "Stored": "kvstore.cache",

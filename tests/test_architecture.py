@@ -69,7 +69,7 @@ def test_every_import_points_down(tmp_path: Path) -> None:
         ("index/plan.py", "import time", "What decides touches no medium"),
         ("index/prefix_tree.py", "import kvstore.tier.window", "Data flows one way"),
         ("cache/scope.py", "import lmdb", "Only tier.ssd imports lmdb"),
-        ("transfer/threads.py", "import torch", "Only devices, codecs and engines import torch"),
+        ("transfer/pool.py", "import torch", "Only devices, codecs and engines import torch"),
         (
             "frame/format.py",
             "import _kvstore_native",

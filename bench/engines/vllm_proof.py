@@ -28,7 +28,7 @@ from typing import Any
 
 import kvstore
 from kvstore.frame.format import FrameFormat, head_sum
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -146,8 +146,8 @@ def real_prompts(model: str, count: int) -> list[list[int]]:
 
 def change(store: Path, which: Callable[[int], bool], make: Callable[..., bytearray]) -> int:
     """Replace frames of the blocks whose number is wanted; return how many."""
-    from kvstore.store.opening import parse_format
-    from kvstore.tier.ssd.directory import read_format
+    from kvstore.store.store_format import parse_format
+    from kvstore.tier.ssd.version_file import read_format
 
     folder, count = store / FOLDER, 0
     found = parse_format(read_format(folder))

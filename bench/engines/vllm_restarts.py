@@ -39,8 +39,8 @@ import numpy as np
 
 import kvstore
 from kvstore.output.sizes import size_bytes
-from kvstore.store.opening import StoreFormat, parse_format
-from kvstore.tier.ssd.directory import read_format
+from kvstore.store.store_format import StoreFormat, parse_format
+from kvstore.tier.ssd.version_file import read_format
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

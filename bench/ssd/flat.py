@@ -17,8 +17,9 @@ from bench.ssd.store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
 from kvstore.frame.format import FrameFormat, Header, head_sum
 from kvstore.identity.block import BlockHash, BlockKey
+from kvstore.tier.ssd.opening import open_ssd
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import Put, open_ssd
+from kvstore.tier.ssd.values import Put
 
 Block = NDArray[np.uint8]
 

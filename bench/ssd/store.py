@@ -34,19 +34,13 @@ from kvstore.frame.format import FrameFormat, Frames, Header, Places, head_sum
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import block_hashes
-from kvstore.store.opening import format_text
-from kvstore.tier.ssd.directory import DATA_FILE
+from kvstore.store.store_format import format_text
+from kvstore.tier.ssd.capacity import PAGE_BYTES, commit_blocks, minimum_capacity, pages_of
+from kvstore.tier.ssd.files import DATA_FILE
+from kvstore.tier.ssd.opening import open_ssd
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import (
-    PAGE_BYTES,
-    Put,
-    SsdOptions,
-    SsdTier,
-    commit_blocks,
-    minimum_capacity,
-    open_ssd,
-    pages_of,
-)
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import Put, SsdOptions
 
 BLOCK_TOKENS = 128
 NAMESPACE = Namespace(model="bench")

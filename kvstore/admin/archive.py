@@ -36,11 +36,16 @@ from kvstore.store.generations import LAST_GENERATION
 from kvstore.store.integrity import frame_fault, stored_fault
 from kvstore.store.namespaces import namespace_facts
 from kvstore.store.open_store import OpenStore
-from kvstore.store.opening import StoreFormat, format_text, resolved, secret_of
-from kvstore.tier.ssd.directory import FORMAT_BYTES
+from kvstore.store.opening import resolved
+from kvstore.store.secret import secret_of
+from kvstore.store.store_format import StoreFormat, format_text
+from kvstore.tier.ssd.capacity import COMMIT_BYTES
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import BUSY, COMMIT_BYTES, MEDIUM_ERRORS, READ_BATCH
-from kvstore.transfer.threads import BARRIER_SECONDS
+from kvstore.tier.ssd.tier import READ_BATCH
+from kvstore.tier.ssd.values import BUSY
+from kvstore.tier.ssd.version_file import FORMAT_BYTES
+from kvstore.transfer.waiting import BARRIER_SECONDS
 
 ARCHIVE_VERSION = 1
 MANIFEST = "manifest.json"

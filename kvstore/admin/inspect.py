@@ -25,22 +25,20 @@ from kvstore.store.integrity import stored_fault
 from kvstore.store.metrics import Metrics, histogram
 from kvstore.store.namespaces import namespace_facts
 from kvstore.store.open_store import OpenStore
-from kvstore.store.opening import StoreFormat, is_open_here, parse_format, secret_of, take_over
-from kvstore.tier.ssd import directory
+from kvstore.store.opening import take_over
+from kvstore.store.registry import is_open_here
+from kvstore.store.secret import secret_of
+from kvstore.store.store_format import StoreFormat, parse_format
+from kvstore.tier.ssd.capacity import PAGE_BYTES, minimum_capacity, pages_of, usage_of
+from kvstore.tier.ssd.directory import require_store
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes, remedy
+from kvstore.tier.ssd.opening import open_ssd
+from kvstore.tier.ssd.owner_lock import busy, owner_pid
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import (
-    MEDIUM_ERRORS,
-    PAGE_BYTES,
-    SsdOptions,
-    SsdTier,
-    minimum_capacity,
-    open_ssd,
-    pages_of,
-    passes,
-    remedy,
-    usage_of,
-)
-from kvstore.transfer.threads import unharmed
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
+from kvstore.tier.ssd.version_file import read_format
+from kvstore.transfer.interrupts import unharmed
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""
@@ -102,8 +100,8 @@ def opened(path: Path) -> Iterator[OpenedStore]:
     Raises:
         StoreError: if there is none, or it cannot be read.
     """
-    directory.require_store(path)
-    text = directory.read_format(path)
+    require_store(path)
+    text = read_format(path)
     form, options, frame_format = _described(text)
     secret = secret_of(path, text)
     ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
@@ -139,13 +137,13 @@ def owned(
         StoreError: if there is none, or it is broken; then it was moved aside.
     """
     if format_text is None:
-        directory.require_store(path)
+        require_store(path)
     if is_open_here(path):
         msg = f"{path} is open in this process; close it first"
         raise StoreBusy(msg)
-    if directory.owner_pid(path) is not None:
-        raise directory.busy(path)
-    text = directory.read_format(path) if format_text is None else format_text
+    if owner_pid(path) is not None:
+        raise busy(path)
+    text = read_format(path) if format_text is None else format_text
     _, options, frame_format = _described(text)
     secret_of(path, text)  # no block goes in or out of a store whose secret is lost
     if capacity_bytes is None:
@@ -192,7 +190,7 @@ def store_stats(path: Path) -> dict[str, Any]:
             "path": str(path),
             "layout": (ssd.fact("layout") or b"").decode(errors="replace"),
             "fingerprint": store.form.layout.fingerprint,
-            "owner_pid": directory.owner_pid(path),
+            "owner_pid": owner_pid(path),
             "block_tokens": block_tokens,
             "blocks": blocks,
             "tokens": tokens,

@@ -10,8 +10,9 @@ from kvstore.admin import inspect as admin
 from kvstore.errors import ConfigError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
-from kvstore.tier.ssd import directory
-from kvstore.transfer.threads import unharmed
+from kvstore.tier.ssd.directory import require_store
+from kvstore.tier.ssd.files import DATA_FILE
+from kvstore.transfer.interrupts import unharmed
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
@@ -82,8 +83,8 @@ def compact(path: Path) -> dict[str, Any]:
     Cost: as opening the store; reads what is in use twice, writes it once, and needs that much space.
     """
     path = resolved(path)
-    directory.require_store(path)
-    before = (path / directory.DATA_FILE).stat().st_size
+    require_store(path)
+    before = (path / DATA_FILE).stat().st_size
     with admin.owned(path) as store:
         unharmed(store.ssd.compact)
         after = store.ssd.file_bytes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvstore.blocks.keyed import Bytes, KeyedBlocks
@@ -16,15 +15,17 @@ from kvstore.checks import ROLES, choice, flag, number, several
 from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.format import FrameFormat
-from kvstore.identity.hash import secret_fingerprint
 from kvstore.index.plan import REQUEST_SHARE
 from kvstore.layout import Layout
 from kvstore.output.sizes import share_of, size_bytes
-from kvstore.store.opening import Holding, format_text, resolved, secret_for, share, unshare
-from kvstore.tier.ssd.tier import SsdOptions, SsdTier
+from kvstore.store.opening import resolved, tier_opening
+from kvstore.store.registry import Share, Sharing, share
+from kvstore.store.store_format import StoreFormat
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
 
 
-class BlockStore:
+class BlockStore(Sharing):
     """Blocks of one size under keys that their callers choose, on SSD.
 
     For engines that hash by themselves. A key is up to ``key_bytes`` bytes, or a text, which stands
@@ -39,7 +40,7 @@ class BlockStore:
     Threads: every method may be called from any thread of the process that opened it.
     """
 
-    def __init__(self, holding: Holding[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
+    def __init__(self, holding: Share[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
         """Take part in an opening; use ``open``."""
         self._holding = holding
         self._shared = holding.shared
@@ -237,21 +238,6 @@ class BlockStore:
         """Return counters and sizes as plain JSON values."""
         return self._guarded().stats()
 
-    def close(self) -> None:
-        """Flush, and release the store when this was its last opening. Idempotent."""
-        unshare(self._holding)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     # ---- arguments -----------------------------------------------------------------------------
 
     def _guarded(self) -> KeyedBlocks:
@@ -309,33 +295,27 @@ def _opening(
     frame_format: FrameFormat,
 ) -> tuple[SsdOptions, Callable[[SsdTier], KeyedBlocks]]:
     """Return how the tier of a directory is opened, and what builds an open store on it."""
-    key = secret_for(directory, role, is_wanted=options.secret)
-    ssd_options = SsdOptions(
-        capacity_bytes=options.ssd_bytes,
-        frame_bytes=frame_format.frame_bytes,
-        format_text=format_text(
-            frame_format.layout,
-            frame_format.block_tokens,
-            options.key_bytes,
-            secret=secret_fingerprint(key) if key else "",
-        ),
-        role=role,
-        preallocate=options.preallocate,
-    )
 
-    def build(ssd: SsdTier) -> KeyedBlocks:
-        if ssd.is_owner and ssd.fact("layout") is None:
-            ssd.set_fact("layout", frame_format.layout.model.encode())
+    def build(ssd: SsdTier, secret: bytes | None) -> KeyedBlocks:
         return KeyedBlocks(
             frame_format=frame_format,
             ssd=ssd,
-            keys_root=keys_root(key),
+            keys_root=keys_root(secret),
             on_removed=options.on_removed,
             scrub_bytes_per_second=options.scrub_bytes_per_second,
             request_share=options.request_share,
         )
 
-    return ssd_options, build
+    return tier_opening(
+        directory,
+        role,
+        StoreFormat(frame_format.layout, frame_format.block_tokens, options.key_bytes),
+        build,
+        frame_bytes=frame_format.frame_bytes,
+        capacity_bytes=options.ssd_bytes,
+        preallocate=options.preallocate,
+        has_secret=options.secret,
+    )
 
 
 def _listener(value: object, name: str) -> Callable[[bytes], object]:

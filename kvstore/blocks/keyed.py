@@ -24,7 +24,9 @@ from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.store.open_store import OpenStore
 from kvstore.store.writer import OwnedSsd
-from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import BUSY
 
 Bytes = NDArray[np.uint8]
 """A block's bytes, uint8 ``[block_bytes]``."""

@@ -18,7 +18,7 @@ from kvstore.identity.hash import as_tokens, identify, namespace_digest
 from kvstore.identity.namespace import Namespace
 from kvstore.store import generations
 from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 
 if TYPE_CHECKING:
     from kvstore.cache.shared import SharedTiers

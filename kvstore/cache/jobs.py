@@ -25,7 +25,10 @@ from kvstore.frame.format import Frames, Wave
 from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
 from kvstore.store.context import Context
-from kvstore.transfer.threads import BARRIER_SECONDS, Job, TaskThread, unharmed
+from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.job import Job
+from kvstore.transfer.tasks import TaskThread
+from kvstore.transfer.waiting import BARRIER_SECONDS
 
 if TYPE_CHECKING:
     from kvstore.tier.engine_copy import PagedEntries

@@ -11,7 +11,7 @@ from kvstore.identity.chain import Prefix
 from kvstore.index import plan
 from kvstore.index.prefix_tree import NEVER
 from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.window import WindowPool
 
 UNMEASURED_READ_BYTES_PER_SECOND = 0.3e9

@@ -17,7 +17,6 @@ from kvstore.cache.scope import quota_bytes
 from kvstore.checks import ROLES, choice, flag, integer, number, positive, text
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.at_rest import Packing, frames_of, loses
-from kvstore.identity.hash import secret_fingerprint
 from kvstore.identity.namespace import Namespace
 from kvstore.index.plan import REQUEST_SHARE
 from kvstore.layout import Layout
@@ -26,15 +25,18 @@ from kvstore.output.sizes import share_of, size_bytes
 from kvstore.policy.guarded import METHODS
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.store.opening import format_text, resolved, secret_for, share, unshare
-from kvstore.tier.ssd.tier import SsdOptions, SsdTier
+from kvstore.store.opening import resolved, tier_opening
+from kvstore.store.registry import Sharing, share, unshare
+from kvstore.store.store_format import StoreFormat, format_text
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import SsdOptions
 from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
 
 
-class PrefixCache(Scope):
+class PrefixCache(Scope, Sharing):
     """A persistent KV cache for token prefixes: one open store, as one namespace sees it.
 
     A context manager that flushes and closes on exit. A cache that is dropped without ``close`` is
@@ -137,17 +139,6 @@ class PrefixCache(Scope):
             unshare(holding)
             raise
 
-    def close(self) -> None:
-        """Flush, and close the store if this process has no other opening of it. Idempotent."""
-        if self._holding is not None:
-            unshare(self._holding)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 READ_THREADS = 4
 """Most threads of a read by default: four keep 128 blocks in flight on the disk; more would take
@@ -224,29 +215,13 @@ def _opening(
     """Return the options of the SSD tier, and a function that builds the open store on it."""
     packing = options.packing
     frame_format = frames_of(options.layout, options.block_tokens, packing)
-    key = secret_for(directory, role, is_wanted=options.secret)
-    ssd_options = SsdOptions(
-        capacity_bytes=options.ssd_bytes,
-        frame_bytes=frame_format.frame_bytes,
-        format_text=format_text(
-            options.layout,
-            options.block_tokens,
-            ssd_formats=packing.formats if packing else None,
-            secret=secret_fingerprint(key) if key else "",
-        ),
-        role=role,
-        preallocate=options.preallocate,
-        is_mixed=packing is not None,
-    )
 
     def make_device() -> DeviceTier:
         from kvstore.tier.device import DeviceTier  # imports torch, on the first load only
 
         return DeviceTier(frame_format, options.device_bytes, options.device)
 
-    def build(ssd: SsdTier) -> SharedTiers:
-        if ssd.is_owner and ssd.fact("layout") is None:
-            ssd.set_fact("layout", options.layout.model.encode(errors="replace"))
+    def build(ssd: SsdTier, secret: bytes | None) -> SharedTiers:
         now = options.clock if options.clock is not None else time.monotonic
         return SharedTiers(
             frame_format=frame_format,
@@ -262,14 +237,23 @@ def _opening(
             open_device=make_device,
             clock=now,
             wall_clock=options.clock if options.clock is not None else time.time,
-            secret=key,
+            secret=secret,
             scrub_bytes_per_second=options.scrub_bytes_per_second,
             read_threads=options.read_threads,
             policy=_order(options.policy),
             request_share=options.request_share,
         )
 
-    return ssd_options, build
+    return tier_opening(
+        directory,
+        role,
+        StoreFormat(options.layout, options.block_tokens, ssd_formats=options.ssd_formats),
+        build,
+        frame_bytes=frame_format.frame_bytes,
+        capacity_bytes=options.ssd_bytes,
+        preallocate=options.preallocate,
+        has_secret=options.secret,
+    )
 
 
 def _device(value: object, name: str) -> str:

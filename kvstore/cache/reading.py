@@ -23,8 +23,10 @@ from kvstore.frame.format import Frames, Wave
 from kvstore.identity.chain import Prefix
 from kvstore.index.prefix_tree import GONE, NEVER
 from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, READ_BATCH
-from kvstore.transfer.threads import Crew, Errand
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import READ_BATCH
+from kvstore.tier.ssd.values import BUSY
+from kvstore.transfer.pool import ParallelTask, ThreadPool
 
 if TYPE_CHECKING:
     from kvstore.cache.device_cache import DeviceCache
@@ -78,7 +80,7 @@ class Reading:
 
     prefix: Prefix
     first: int
-    errand: Errand
+    task: ParallelTask
     limits: Limits
     began: float
     faults: dict[int, str]
@@ -97,12 +99,12 @@ class SsdReads:
         self._context = store.context
         self._format = store.format
         self._ssd = store.ssd
-        self._crew = Crew("kvstore-read", threads - 1)
+        self._pool = ThreadPool("kvstore-read", threads - 1)
         self._runs_ahead = RUNS_AHEAD * threads
 
     def close(self) -> None:
         """Stop the threads."""
-        self._crew.close()
+        self._pool.close()
 
     @property
     def path(self) -> Path:
@@ -189,16 +191,16 @@ class SsdReads:
                 faults[start + result.count] = result.fault
             return at + result.count
 
-        errand = Errand(
+        task = ParallelTask(
             *(stop - first, run, work),
             deadline=limits.deadline,
             is_cancelled=limits.is_cancelled,
         )
-        reading = Reading(prefix, first, errand, limits, time.perf_counter(), faults)
-        if errand.runs > 1:
+        reading = Reading(prefix, first, task, limits, time.perf_counter(), faults)
+        if task.chunks > 1:
             ssd.will_need(keys[:ahead], bounds)
-        if errand.runs > 1 or limits.leaves:
-            self._crew.begin(errand)
+        if task.chunks > 1 or limits.leaves:
+            self._pool.begin(task)
         return reading
 
     def finish(self, reading: Reading) -> int:
@@ -208,11 +210,11 @@ class SsdReads:
         copied to their target for a while.
         """
         leaves = reading.limits.leaves
-        done = reading.first + self._crew.finish(reading.errand, leaves=leaves)
+        done = reading.first + self._pool.finish(reading.task, leaves=leaves)
         with self._context.lock:
             metrics = self._context.metrics
             metrics.read_seconds += time.perf_counter() - reading.began
-            late = reading.first + reading.errand.count - done
+            late = reading.first + reading.task.count - done
             if late and done not in reading.faults and reading.limits.is_late:
                 metrics.late_blocks += late
                 message = (
@@ -318,7 +320,7 @@ class HostReads:
         prefix, first, done = reading.prefix, reading.first, reading.first
         if reading.ssd is not None:
             done = self._ssd.finish(reading.ssd)
-            if done < first + reading.ssd.errand.count:
+            if done < first + reading.ssd.task.count:
                 return done
         if done < reading.in_device:
             stop, entries = reading.in_device, reading.entries

@@ -32,7 +32,7 @@ from kvstore.layout.replay import ReplayHook, WindowSnapshot
 from kvstore.output.sizes import size_bytes
 from kvstore.tier.engine_pages import Pages
 from kvstore.tier.window import check_snapshot
-from kvstore.transfer.threads import Job
+from kvstore.transfer.job import Job
 
 if TYPE_CHECKING:
     from kvstore.tier.engine_copy import PagedEntries

@@ -25,7 +25,8 @@ from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy
 from kvstore.store.namespaces import namespace_facts
 from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
-from kvstore.tier.ssd.directory import VERSION_FILE
-from kvstore.transfer.threads import TaskThread
+from kvstore.tier.ssd.files import VERSION_FILE
+from kvstore.transfer.tasks import TaskThread
 
 try:
     from lmcache.lmcache_native import Bitmap

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvstore.identity.block import BlockHash
 from kvstore.store.context import Context
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import SsdTier
 
 LAST_NUMBER = 2**32 - 1
 """Largest number of a namespace: records and frames hold 32 bits. docs/format.md, sections 4 and 5."""

@@ -17,7 +17,8 @@ from kvstore.index.prefix_tree import PrefixIndex
 from kvstore.store.context import Context
 from kvstore.store.scrub import Scrubber
 from kvstore.store.writer import OwnedSsd
-from kvstore.tier.ssd.tier import SsdTier, passes
+from kvstore.tier.ssd.faults import passes
+from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,13 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.store.context import Context
 from kvstore.store.integrity import stored_fault
 from kvstore.store.writer import OwnedSsd
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd.capacity import PAGE_HEADER_BYTES
 from kvstore.tier.ssd.direct import DirectFile
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.files import DATA_FILE
 from kvstore.tier.ssd.records import Record
-from kvstore.tier.ssd.tier import BUSY, MEDIUM_ERRORS, PAGE_HEADER_BYTES, SsdTier
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import BUSY
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ class Scrubber:
         self._direct: DirectFile | None = None
         with suppress(OSError):  # no direct reads here: then through the cache
             self._direct = DirectFile(
-                self._ssd.path / directory.DATA_FILE, PAGE_HEADER_BYTES + frames.frame_bytes
+                self._ssd.path / DATA_FILE, PAGE_HEADER_BYTES + frames.frame_bytes
             )
         self._thread = threading.Thread(target=self._run, name="kvstore-scrub", daemon=True)
 

@@ -26,9 +26,12 @@ from kvstore.index.prefix_tree import NEVER, Position, PrefixIndex, Segment
 from kvstore.store.context import Context
 from kvstore.store.namespaces import Line, Namespaces
 from kvstore.store.rebuild import rebuild
+from kvstore.tier.ssd.capacity import usage_in
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
 from kvstore.tier.ssd.records import PLAUSIBLE_SEQUENCE, Record, Records
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, Put, SsdTier, passes, usage_in
-from kvstore.transfer.threads import QueuedBlock, Writer
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import Put
+from kvstore.transfer.commit_queue import CommitQueue, QueuedBlock
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +163,7 @@ class OwnedSsd:
         self.namespaces = Namespaces(context, ssd)
         self._rebuild(records)
         self._sweep()
-        self._writer: Writer[Ticket] = Writer(
+        self._writer: CommitQueue[Ticket] = CommitQueue(
             self._commit, commit_blocks=ssd.commit_blocks, queue_blocks=ssd.queue_blocks
         )
 

@@ -1,4 +1,5 @@
-"""Threads: the writer thread, background tasks, jobs and parallel reads; every queue is bounded.
+"""Threads: the commit queue, task threads, jobs and parallel reads. Every queue is bounded.
 
-The boundary of the flow: modules below decide and touch no thread, modules above hand work to these threads.
+Modules below decide and use no thread; modules above hand their work to these threads as callbacks.
+No module here chooses a block. Start with ``commit_queue``, then ``job``; ``interrupts`` protects calls from Ctrl-C.
 """

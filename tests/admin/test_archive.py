@@ -25,7 +25,7 @@ from kvstore.admin import inspect as admin
 from kvstore.cli import main as cli
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import BlockKey
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd.version_file import read_format
 from tests.golden.make import ARCHIVE, archive_prompts
 from tests.store.test_writer_faults import flip, payload_place
 from tests.stores import (
@@ -130,7 +130,7 @@ def test_any_tar_tool_lists_the_blocks_parents_first(tmp_path: Path) -> None:
             names = [member.name for member in members]
             frame = (tar.extractfile(members[3]) or io.BytesIO()).read()
         assert frame == store.ssd.frame(BlockKey(bytes.fromhex(names[3])))
-        assert manifest["format"] == directory.read_format(tmp_path / "s")
+        assert manifest["format"] == read_format(tmp_path / "s")
     assert first.name == "manifest.json"
     assert set(manifest) == {
         *("kvstore_archive", "kvstore", "format", "layout", "namespaces", "generations"),

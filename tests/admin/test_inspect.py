@@ -11,7 +11,7 @@ import pytest
 from kvstore import ImageSpan, Namespace, StoreError
 from kvstore.admin import inspect as admin
 from kvstore.frame.format import FrameFormat, head_sum
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 from tests.store.test_writer_faults import flip, payload_place
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, tokens_of
 

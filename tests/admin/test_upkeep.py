@@ -18,7 +18,7 @@ from kvstore import BlockStore, ConfigError, Namespace, StoreBusy, StoreError
 from kvstore.admin import inspect as admin
 from kvstore.admin import upkeep
 from kvstore.cli import main as cli
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import database, files, opening, owner_lock
 from kvstore.tier.ssd import tier as ssd_module
 from kvstore.tier.ssd.tier import SsdTier
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
@@ -140,7 +140,7 @@ def test_an_owned_store_is_busy_and_its_owner_named(tmp_path: Path) -> None:
     fill(path, range(1))
     with open_cache(path), pytest.raises(StoreBusy, match="open in this process"):
         upkeep.evict(path, "0")
-    lock = directory.try_lock(path)
+    lock = owner_lock.try_lock(path)
     assert lock is not None
     with pytest.raises(StoreBusy, match=r"owned by process \d+"):
         upkeep.evict(path, "0")
@@ -332,7 +332,7 @@ def test_a_reader_that_opens_during_the_exchange_gets_the_new_file(
     fill(path, range(2))
     other = tmp_path / "other"
     shutil.copytree(path, other)
-    real = ssd_module._environment
+    real = database.environment
     calls: list[Any] = []
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -342,7 +342,7 @@ def test_a_reader_that_opens_during_the_exchange_gets_the_new_file(
         calls.append(env)
         return env
 
-    monkeypatch.setattr(ssd_module, "_environment", slow)
+    monkeypatch.setattr(opening, "environment", slow)
     with open_cache(path, role="reader") as cache:
         assert len(calls) == 2
         ssd = cache._shared.ssd
@@ -352,7 +352,7 @@ def test_a_reader_that_opens_during_the_exchange_gets_the_new_file(
 def test_an_owned_store_is_not_compacted(tmp_path: Path) -> None:
     path = tmp_path / "s"
     fill(path, range(1))
-    lock = directory.try_lock(path)
+    lock = owner_lock.try_lock(path)
     assert lock is not None
     with pytest.raises(StoreBusy, match=r"owned by process \d+"):
         upkeep.compact(path)
@@ -385,9 +385,9 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
         def fails(*_: Any) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(directory, "exchange", fails)
+        monkeypatch.setattr(files, "exchange", fails)
     else:
-        real = ssd_module._try_open
+        real = database.try_open
 
         def spoiled(folder: Path, *args: Any, **options: Any) -> Any:
             if folder.name == "compacting":
@@ -403,7 +403,7 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
                 return tier, problem
             return real(folder, *args, **options)
 
-        monkeypatch.setattr(ssd_module, "_try_open", spoiled)
+        monkeypatch.setattr(ssd_module, "try_open", spoiled)
     with pytest.raises(StoreError, match=r"stays as it was"):
         upkeep.compact(path)
     monkeypatch.undo()
@@ -416,11 +416,11 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from kvstore.admin import upkeep
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import files
 from kvstore.tier.ssd import tier as ssd
 
 module, name = sys.argv[2].split(".")
-owner = {"directory": directory, "tier": ssd.SsdTier}[module]
+owner = {"files": files, "tier": ssd.SsdTier}[module]
 real = getattr(owner, name)
 
 def die(*args, **kwargs):
@@ -436,7 +436,7 @@ upkeep.compact(Path(sys.argv[1]))
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "point",
-    ["directory.new_copy_folder", "tier._write_copy", "tier.find_hints", "directory.exchange"],
+    ["files.new_copy_folder", "tier._write_copy", "tier.find_hints", "files.exchange"],
 )
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, point: str, when: str) -> None:
     path = tmp_path / "s"
@@ -444,7 +444,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, point: str, w
     frames = snapshot(path, range(20))
     done = subprocess.run([sys.executable, "-c", _KILLED, str(path), point, when], check=False)
     assert done.returncode == -9
-    is_new = (point, when) == ("directory.exchange", "after")
+    is_new = (point, when) == ("files.exchange", "after")
     assert ((path / "data.mdb").stat().st_size < size) == is_new
     assert snapshot(path, range(20)) == frames
     with open_cache(path) as cache:

@@ -31,7 +31,7 @@ from kvstore.blocks import keys as keys_module
 from kvstore.blocks.keyed import KeyedBlocks
 from kvstore.blocks.keys import keys_root, named
 from kvstore.frame.format import FrameFormat, Header
-from kvstore.store.opening import format_text
+from kvstore.store.store_format import format_text
 from tests.stores import open_cache
 
 SIZE = 5000

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from kvstore import BlockStore, PrefixCache, StoreError
 from kvstore.cli.main import main
 from kvstore.store.writer import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
-from kvstore.tier.ssd.tier import MEDIUM_ERRORS, SsdTier, passes
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
+from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
 from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
 

@@ -16,7 +16,8 @@ from kvstore import ConfigError, Layout, Pages, PrefixCache
 from kvstore.cache import jobs, reading
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import BlockKey
-from kvstore.tier.ssd.tier import ReadResult, SsdTier
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import ReadResult
 from tests.stores import (
     BLOCK,
     DENSE,

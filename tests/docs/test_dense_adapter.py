@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore.cache import Scope
 from kvstore.frame.format import FrameFormat, head_sum
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "dense_adapter.py"

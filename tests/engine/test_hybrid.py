@@ -32,7 +32,7 @@ from kvstore.engine.transformers import (
 )
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.layout import Lifetime
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 from kvstore.tier.window import POISON
 from tests.engine import hybrids
 from tests.engine.hybrids import BLOCK, KINDS, WINDOW, hybrid_model, open_cache, prompt

@@ -27,7 +27,7 @@ from kvstore.engine.transformers import (
 )
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.frame.format import FrameFormat, head_sum
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 from tests.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
 
 BLOCK = 16

@@ -256,7 +256,7 @@ def test_a_number_is_not_given_out_while_a_failed_delete_names_it(
 def test_a_number_is_not_given_out_while_a_queued_block_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)
+    monkeypatch.setattr("kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0)
     with open_cache(tmp_path / "s") as cache:
         first = put(cache.scope(tenant(1)), 1)
         owned(cache).namespaces._last = 0

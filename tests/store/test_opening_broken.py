@@ -36,9 +36,9 @@ from kvstore import (
 from kvstore.cache.scope import Scope
 from kvstore.codec.host import is_tensor
 from kvstore.identity.block import KEY_BYTES
-from kvstore.tier.ssd import directory
-from kvstore.tier.ssd import tier as ssd_module
-from kvstore.transfer.threads import Writer
+from kvstore.tier.ssd.files import LOCK_FILE
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.transfer.commit_queue import CommitQueue
 from tests.builders import Clock, snapshot_of
 from tests.stores import (
     BLOCK,
@@ -71,15 +71,15 @@ def kept(cache: Scope, count: int = 4 * BLOCK + 1, seed: int = 0, **options: Any
 def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Keep every commit waiting until the event is set."""
     go = threading.Event()
-    next_batch = Writer._next_batch
+    next_batch = CommitQueue._next_batch
 
-    def wait(self: Writer[Any]) -> Any:
+    def wait(self: CommitQueue[Any]) -> Any:
         batch = next_batch(self)
         if isinstance(batch, list):
             go.wait(30)
         return batch
 
-    monkeypatch.setattr(Writer, "_next_batch", wait)
+    monkeypatch.setattr(CommitQueue, "_next_batch", wait)
     yield go
     go.set()
 
@@ -595,7 +595,7 @@ def test_a_medium_that_is_full_or_fails_at_open_leaves_the_store_alone(
         raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(ssd_module.SsdTier, "set_fact", fail)
+        broken.setattr(SsdTier, "set_fact", fail)
         with pytest.raises(StoreError, match="cannot be opened"):
             open_cache(tmp_path / "s")
     assert open_files() == before
@@ -640,7 +640,7 @@ def test_a_look_at_who_owns_a_store_does_not_pass_for_an_owner(
     import fcntl
 
     open_cache(tmp_path / "s").close()
-    looking = os.open(tmp_path / "s" / directory.LOCK_FILE, os.O_RDONLY)
+    looking = os.open(tmp_path / "s" / LOCK_FILE, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr(time, "sleep", lambda _seconds: fcntl.flock(looking, fcntl.LOCK_UN))
     with open_cache(tmp_path / "s", role="owner") as cache:
@@ -879,7 +879,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
 
         for name in ("put", "delete", "amend", "set_facts", "fact", "facts", "_read_batch", "sync"):
             monkeypatch.setattr(cache._shared.ssd, name, fail)
-        monkeypatch.setattr(ssd_module.SsdTier, "live_bytes", property(fail))
+        monkeypatch.setattr(SsdTier, "live_bytes", property(fail))
         other = tokens_of(33, seed=1)
         cache.store(other, entries_of(DENSE, other), ttl=5, pin=True)
         assert cache.read(cache.lookup(tokens)).tokens == 0

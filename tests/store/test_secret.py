@@ -35,8 +35,9 @@ from kvstore.blocks.keys import keys_root
 from kvstore.cli.main import main
 from kvstore.identity.block import KEY_BYTES
 from kvstore.identity.hash import as_tokens, block_hashes, namespace_digest, secret_fingerprint
+from kvstore.store import secret as secret_module
 from kvstore.store.scrub import Scrubber
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd.owner_lock import try_lock
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -416,7 +417,7 @@ def test_a_disk_too_full_for_the_secret_is_no_store(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as short:
-        short.setattr(directory, "_write", full)
+        short.setattr(secret_module, "write_file", full)
         with pytest.raises(StoreError, match="cannot be made: No space left on device"):
             open_secret(tmp_path / "s")
     fill(tmp_path / "s")
@@ -462,9 +463,9 @@ def test_who_waits_for_a_store_that_another_process_never_makes_is_told(
 ) -> None:
     path = tmp_path / "s"
     path.mkdir(mode=0o700)
-    lock = directory.try_lock(path)
+    lock = try_lock(path)
     assert lock is not None
-    monkeypatch.setattr("kvstore.store.opening.BIRTH_SECONDS", 0.1)
+    monkeypatch.setattr(secret_module, "BIRTH_SECONDS", 0.1)
     with pytest.raises(StoreBusy, match="is owned by process"):
         open_secret(path)
     os.close(lock)

@@ -233,7 +233,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(owner.OwnedSsd, "_cap", limit)
-    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)  # a flush ends the wait
+    monkeypatch.setattr(
+        "kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0
+    )  # a flush ends the wait
 
 
 @pytest.mark.usefixtures("exact")

@@ -18,7 +18,7 @@ from kvstore import BlockStore, ConfigError, Namespace, PrefixCache, StoreError
 from kvstore.admin.archive import export_store, import_store
 from kvstore.cache.scope import Scope
 from kvstore.cli.main import main
-from kvstore.tier.ssd.tier import usage_of
+from kvstore.tier.ssd.capacity import usage_of
 from tests.frame.test_at_rest import numbers, open_packed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
 
@@ -259,7 +259,7 @@ def test_it_holds_through_all_generations_of_a_namespace_together(tmp_path: Path
 def test_a_full_quota_takes_nothing_from_others_in_the_same_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.threads.LINGER_SECONDS", 60.0)
+    monkeypatch.setattr("kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0)
     with open_cache(tmp_path / "s") as cache:
         mine, other = cache.scope(tenant("me"), ssd_quota=blocks(2)), cache.scope(tenant("other"))
         text, theirs = tokens_of(3 * BLOCK + 1, 1), tokens_of(8 * BLOCK + 1, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvstore.tier.ssd.tier import Put
+from kvstore.tier.ssd.values import Put
 from tests.stores import BLOCK, open_cache
 from tests.torture.prompts import (
     LAYOUT,

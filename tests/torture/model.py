@@ -33,7 +33,7 @@ from kvstore import (
 )
 from kvstore.cache.scope import Scope
 from kvstore.store.namespaces import namespace_facts
-from kvstore.tier.ssd.tier import usage_of
+from kvstore.tier.ssd.capacity import usage_of
 from tests.builders import Clock
 from tests.stores import BLOCK, WINDOWED, entries_of, open_cache, owned
 from tests.torture.runner import Case, Finding, Kind

@@ -16,7 +16,7 @@ import lmdb
 
 from kvstore import KVStoreError, PrefixCache
 from kvstore.identity.block import BlockKey
-from kvstore.transfer import threads as transfer
+from kvstore.transfer import commit_queue
 from tests.stores import BLOCK, open_cache
 from tests.torture.prompts import LAYOUT, Prompt, blocks_of, keys_of, store
 
@@ -27,7 +27,7 @@ Tell = Callable[[dict[str, Any]], None]
 @contextmanager
 def whole_batches() -> Iterator[None]:
     """Let commits wait for a full batch or a flush, never for a clock: what they hold follows."""
-    with mock.patch.object(transfer, "LINGER_SECONDS", 3600.0):
+    with mock.patch.object(commit_queue, "LINGER_SECONDS", 3600.0):
         yield
 
 

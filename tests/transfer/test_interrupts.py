@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.store import opening
-from kvstore.tier.ssd.directory import owner_pid
+from kvstore.store import registry
+from kvstore.tier.ssd.owner_lock import owner_pid
 from kvstore.tier.ssd.tier import SsdTier
-from kvstore.transfer.threads import unharmed
+from kvstore.transfer.interrupts import unharmed
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(4 * BLOCK + 1)
@@ -109,7 +109,7 @@ def test_a_close_that_is_interrupted_is_finished_by_a_second_one(
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()
-    assert not opening.is_open_here(tmp_path / "s")
+    assert not registry.is_open_here(tmp_path / "s")
     with open_cache(tmp_path / "s", role="owner") as again:
         assert again.lookup(TOKENS).hit_tokens == 4 * BLOCK
 
@@ -120,7 +120,7 @@ def test_an_opening_that_nobody_got_is_closed_with_the_next_one(tmp_path: Path) 
     gc.collect()
     with open_cache(tmp_path / "s", role="owner") as cache:
         assert cache.role == "owner"
-    assert not opening.is_open_here(tmp_path / "s")
+    assert not registry.is_open_here(tmp_path / "s")
     assert descriptors() == before
 
 
@@ -131,8 +131,8 @@ def test_a_scope_keeps_the_opening_of_its_cache(tmp_path: Path) -> None:
         other.store(TOKENS, entries_of(DENSE, TOKENS))
         other.flush()
     assert scope.lookup(TOKENS).hit_tokens == 4 * BLOCK
-    opening.unshare(scope._holding)
-    assert not opening.is_open_here(tmp_path / "s")
+    registry.unshare(scope._holding)
+    assert not registry.is_open_here(tmp_path / "s")
 
 
 def test_a_lock_is_free_again_wherever_a_writer_is_interrupted(tmp_path: Path) -> None:
@@ -161,22 +161,24 @@ def test_a_store_whose_last_share_is_dropped_is_closed(tmp_path: Path) -> None:
     knot[0].store(TOKENS, entries_of(DENSE, TOKENS))
     with open_cache(tmp_path / "s"):  # its closing is not the last
         pass
-    assert opening.is_open_here(tmp_path / "s")
+    assert registry.is_open_here(tmp_path / "s")
     del knot
     gc.collect()
     deadline = time.monotonic() + 60
     while owner_pid(tmp_path / "s") is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not opening.is_open_here(tmp_path / "s")
+    assert not registry.is_open_here(tmp_path / "s")
     with open_cache(tmp_path / "s", role="owner") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 4 * BLOCK
 
 
 def test_a_dead_share_that_an_interrupt_left_behind_holds_nothing(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s"):
-        (opened,) = [o for o in opening._opened.values() if o.shared.ssd.path == tmp_path / "s"]
-        gone: Any = opening.Holding(opened.shared)
-        vars(opened.holders)["data"].add(weakref.ref(gone))  # as where its removal was cut off
+        (opened,) = [
+            o for o in registry._open_stores.values() if o.shared.ssd.path == tmp_path / "s"
+        ]
+        gone: Any = registry.Share(opened.shared)
+        vars(opened.shares)["data"].add(weakref.ref(gone))  # as where its removal was cut off
         del gone
-        assert len(opened.holders) == 2
-    assert not opening.is_open_here(tmp_path / "s")
+        assert len(opened.shares) == 2
+    assert not registry.is_open_here(tmp_path / "s")

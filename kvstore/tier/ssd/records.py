@@ -17,7 +17,7 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 
 _RECORD = struct.Struct("<16sIIQQdIHeQ")
 RECORD_BYTES = _RECORD.size
-_PLACE, _PLACE_AT = struct.Struct("<Q8xI"), 32
+_LOCATION, _LOCATION_AT = struct.Struct("<Q8xI"), 32
 _ROW = np.dtype(
     [
         ("key", ">u8", 2),
@@ -99,14 +99,14 @@ class Record:
         )
 
 
-def place_of(data: bytes | memoryview) -> tuple[int, int]:
+def location_of(data: bytes | memoryview) -> tuple[int, int]:
     """Return the page and the size of the frame that a stored record names, zeros for no record.
 
     Cost: a tenth of unpacking it.
     """
     if len(data) != RECORD_BYTES:
         return 0, 0
-    page, size = _PLACE.unpack_from(data, _PLACE_AT)
+    page, size = _LOCATION.unpack_from(data, _LOCATION_AT)
     return page, size
 
 

@@ -37,7 +37,7 @@ from kvstore.engine.lmcache import (
     decode_key,
     encode_key,
 )
-from kvstore.transfer.threads import TaskThread
+from kvstore.transfer.tasks import TaskThread
 from tests.engine.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")

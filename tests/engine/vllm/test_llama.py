@@ -20,7 +20,8 @@ from vllm.lora.request import LoRARequest
 from kvstore.engine.vllm.messages import StepPlan, Work
 from kvstore.frame.format import FrameFormat, head_sum
 from kvstore.identity.block import BlockKey
-from kvstore.tier.ssd.tier import Put, SsdTier
+from kvstore.tier.ssd.tier import SsdTier
+from kvstore.tier.ssd.values import Put
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
 from tests.stores import owned
 

@@ -37,7 +37,7 @@ from kvstore.engine.vllm.groups import engine_layout
 from kvstore.engine.vllm.images import Images
 from kvstore.engine.vllm.messages import WorkerReport
 from kvstore.engine.vllm.scheduler import SchedulerSide
-from kvstore.transfer.threads import Job
+from kvstore.transfer.job import Job
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
 from tests.stores import owned
 

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore import ConfigError, StoreError
 from kvstore.tier.ssd import btree as tree
-from kvstore.tier.ssd import directory
+from kvstore.tier.ssd import database, file_system
 from kvstore.tier.ssd import tier as ssd_module
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
@@ -35,7 +35,7 @@ def lies_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let every path lie on a file system of a type."""
 
     def install(kind: str) -> None:
-        monkeypatch.setattr(directory, "file_system", lambda _: kind)
+        monkeypatch.setattr(file_system, "type_of", lambda _: kind)
 
     return install
 
@@ -87,10 +87,10 @@ def test_the_type_is_that_of_the_nearest_mount(
         f"3 2 0:3 / {tmp_path}/with\\040space/in rw - tmpfs tmpfs rw\n"
     )
     mounted(monkeypatch, mounts.encode())
-    assert directory.file_system(tmp_path / "with space") == "fuse.sshfs"
-    assert directory.file_system(tmp_path / "with space" / "new" / "deep") == "fuse.sshfs"
-    assert directory.file_system(tmp_path / "with space" / "in" / "s") == "tmpfs"
-    assert directory.file_system(tmp_path / "with") == "ext4"
+    assert file_system.type_of(tmp_path / "with space") == "fuse.sshfs"
+    assert file_system.type_of(tmp_path / "with space" / "new" / "deep") == "fuse.sshfs"
+    assert file_system.type_of(tmp_path / "with space" / "in" / "s") == "tmpfs"
+    assert file_system.type_of(tmp_path / "with") == "ext4"
 
 
 def mounted(monkeypatch: pytest.MonkeyPatch, mounts: bytes) -> None:
@@ -112,9 +112,9 @@ def test_a_mount_point_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Mon
         b"4 1 0:2 / " + here + b"/caf\xe9 rw - tmpfs none rw\n"
         b"5 1 0:2 / " + here + b"/a\\040b\\011c\\012d\\134040 rw - xfs none rw\n",
     )
-    assert directory.file_system(tmp_path) == "ext4"
-    assert directory.file_system(tmp_path / os.fsdecode(b"caf\xe9") / "s") == "tmpfs"
-    assert directory.file_system(tmp_path / "a b\tc\nd\\040" / "s") == "xfs"
+    assert file_system.type_of(tmp_path) == "ext4"
+    assert file_system.type_of(tmp_path / os.fsdecode(b"caf\xe9") / "s") == "tmpfs"
+    assert file_system.type_of(tmp_path / "a b\tc\nd\\040" / "s") == "xfs"
     fill(tmp_path / "s")
 
 
@@ -265,7 +265,7 @@ def test_a_look_that_takes_too_long_is_given_up_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slow(file: Path, values: object, seconds: float) -> str:
-        assert seconds == ssd_module.HEADS_SECONDS
+        assert seconds == database.HEADS_SECONDS
         raise TimeoutError
 
     unclean(tmp_path / "s")
@@ -273,7 +273,7 @@ def test_a_look_that_takes_too_long_is_given_up_and_said(
     with open_cache(tmp_path / "s") as cache:
         assert cache.lookup(TOKENS).hit_tokens == 6 * BLOCK
     messages = [record.message for record in caplog.records]
-    expected = "was not closed and takes more than 60 s to look at all values: opened without"
+    expected = "was not closed, and the check of its values takes more than 60 s: opened unchecked"
     assert [message for message in messages if "use a volume" not in message] == [
         f"{tmp_path / 's'} {expected}"
     ]

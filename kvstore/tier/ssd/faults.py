@@ -1,0 +1,53 @@
+"""Errors of the medium, by their kind: damage of the file, transient conditions, and lack of space."""
+
+from __future__ import annotations
+
+import errno
+
+import lmdb
+
+DAMAGE = (
+    *(lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError),
+    *(lmdb.PanicError, lmdb.IncompatibleError, lmdb.NotFoundError, lmdb.BadValsizeError),
+    *(lmdb.BadTxnError, lmdb.BadDbiError, lmdb.PageFullError, lmdb.CursorFullError),
+)
+"""Errors of a broken file. Other errors of LMDB (memory, space, descriptors) concern the machine, and
+the store is kept."""
+_TRANSIENT = (lmdb.ReadersFullError, lmdb.TlsFullError, lmdb.MapResizedError, lmdb.BadRslotError)
+_TRANSIENT_CODES = frozenset(
+    {
+        *(errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY),
+        *(errno.ENOLCK, errno.ETIMEDOUT, errno.ESTALE),
+    }
+)
+"""Slots, memory, descriptors and locks that others hold, and a server that does not answer."""
+MEDIUM_ERRORS = (lmdb.Error, OSError)
+"""All errors of the medium. Any other exception is a programming error and is not caught as one."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Codes of a full disk, a full quota, and a file of the largest size."""
+
+
+def is_map_full(error: BaseException) -> bool:
+    """Return whether a write found no free page in the map: nothing was written, nothing is broken."""
+    return isinstance(error, lmdb.MapFullError)
+
+
+def passes(error: BaseException) -> bool:
+    """Return whether an error is transient: the same call may succeed later, and nothing is bad."""
+    return isinstance(error, _TRANSIENT) or code_of(error) in _TRANSIENT_CODES
+
+
+def remedy(error: BaseException) -> str:
+    """Return the advice for a reader that an error kept from reading."""
+    if passes(error):
+        return "try again when readers, memory or descriptors are free again"
+    return "its owner repairs it at its next open"
+
+
+def code_of(error: BaseException) -> int:
+    """Return the system error code of an error, 0 for none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if isinstance(error, lmdb.DiskError):
+        return errno.ENOSPC
+    return int(getattr(error, "code", 0))

@@ -1,0 +1,86 @@
+"""Calls that Ctrl-C does not leave half done."""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import functools
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvstore.transfer.waiting import taken_lock
+
+T = TypeVar("T")
+
+
+class _Call(Generic[T]):
+    """A call that a thread of its own makes, once."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._claim = threading.Lock()
+        self._running = taken_lock()
+        self.results: list[T] = []
+        """The returned value, if the call returned."""
+        self.error: BaseException | None = None
+
+    def begin(self) -> None:
+        """Let a thread make the call.
+
+        ``Thread.start`` is called in that thread, which no signal interrupts: interrupted inside it,
+        a caller could block the new thread for ever. It names the thread, in logs too.
+        """
+        try:
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError:  # at the end of the interpreter, or no thread can be started
+            self.run()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self.run, name="kvstore-call", daemon=True).start()
+        except RuntimeError:
+            self.run()
+
+    def run(self) -> None:
+        """Make the call, unless it is called off."""
+        if self._claim.acquire(blocking=False):
+            try:
+                self.results.append(self._work())
+            except BaseException as error:  # raised by the caller that waits
+                self.error = error
+            finally:
+                self._running.release()
+
+    def wait(self) -> None:
+        """Wait for the end of the call."""
+        with self._running:
+            pass
+
+    def call_off(self) -> None:
+        """Call it off, or wait for its end if it has begun."""
+        if not self._claim.acquire(blocking=False):
+            self.wait()
+
+
+def unharmed(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Return the result of ``work``, which Ctrl-C cannot leave half done.
+
+    Signals raise in the main thread alone, so another thread does the work of the main thread. The
+    first Ctrl-C is raised after ``work`` and the ``undo`` of its result have ended. A second one is
+    raised at once; the work continues to its end in the background.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return work()
+    call = _Call(functools.partial(contextvars.copy_context().run, work))
+    try:
+        call.begin()
+        call.wait()
+    except BaseException:
+        call.call_off()
+        if undo is not None and call.results:
+            unharmed(functools.partial(undo, call.results[0]))
+        raise
+    if call.error is not None:
+        raise call.error
+    return call.results[0]
