@@ -32,7 +32,7 @@ from kvstore.blocks.keyed import KeyedBlocks
 from kvstore.blocks.keys import keys_root, named
 from kvstore.frame.format import FrameFormat, Header
 from kvstore.store.store_format import format_text
-from tests.stores import open_cache
+from tests.stores import inside, open_cache
 
 SIZE = 5000
 KEYS_ROOT = keys_root(None)
@@ -72,7 +72,7 @@ def assert_served(store: BlockStore, keys: list[Any]) -> None:
 
 
 def tree(store: BlockStore) -> KeyedBlocks:
-    return store._shared
+    return inside(store)
 
 
 def chain(count: int, name: str = "c") -> tuple[list[str], list[str | None]]:

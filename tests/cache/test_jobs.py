@@ -35,6 +35,7 @@ from tests.stores import (
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
     owned,
     paged,
@@ -697,7 +698,7 @@ def test_a_job_that_comes_too_late_is_over_at_once(
     cache.flush()
     match = cache.lookup(tokens)
     cache.close()
-    monkeypatch.setattr(cache._shared, "guard", lambda: None)  # passed before the store was closed
+    monkeypatch.setattr(inside(cache), "guard", lambda: None)  # passed before the store was closed
     threads = threading.active_count()
     load, save = cache.load(match, engine.pages), cache.save(tokens, engine.pages)
     assert load.done
@@ -886,7 +887,7 @@ def test_a_prefix_grows_by_publishing_behind_loaded_pages(tmp_path: Path) -> Non
 
 def paged_evict(cache: PrefixCache, count: int) -> list[Any]:
     pages = paged(cache)
-    keys = pages.index.evict(count, cache._shared.context.wall_clock())
+    keys = pages.index.evict(count, inside(cache).context.wall_clock())
     pages._free(keys)
     return keys
 

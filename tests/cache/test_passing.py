@@ -22,7 +22,16 @@ from kvstore.store.writer import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    assert_entries,
+    entries_of,
+    inside,
+    open_cache,
+    owned,
+    tokens_of,
+)
 
 SLOTS = 512
 
@@ -133,7 +142,7 @@ def test_a_store_without_a_free_slot_is_left_as_it_is_and_opens_later(
             with pytest.raises(StoreError, match="READERS_FULL"):
                 open_cache(path, role=role)
         assert main(["stats", str(path)]) == 2
-        assert "try again when others have let go" in capsys.readouterr().err
+        assert "try again when readers, memory or descriptors are free" in capsys.readouterr().err
     with open_cache(path, role="owner") as cache:
         assert read(cache, tokens) == 4
         assert cache.stats()["counters"]["quarantined_stores"] == 0
@@ -223,7 +232,7 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
     path = tmp_path / "s"
     with open_cache(path) as cache:
         put(cache, 1)
-        shared = cache._shared
+        shared = inside(cache)
         scrub = Scrubber(
             shared.context, owned(cache), shared.format, bytes_per_second=1 << 30, keys_root=None
         )
@@ -244,7 +253,9 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
 
     with monkeypatch.context() as patched:
         patched.setattr(SsdTier, "frame", fail)
-        with pytest.raises(StoreError, match="try again when others have let go"):
+        with pytest.raises(
+            StoreError, match="try again when readers, memory or descriptors are free"
+        ):
             verify_store(path, lambda *_: None)
     assert verify_store(path, lambda *_: None)["bad_blocks"] == 0
 

@@ -24,7 +24,7 @@ from kvstore.store import generations
 from kvstore.store.namespaces import LAST_NUMBER, namespace_facts
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, owned, tokens_of
 
 BLOCK_BYTES = 8192
 """What a block of ``DENSE`` takes in the file."""
@@ -61,7 +61,7 @@ def in_memory(cache: PrefixCache) -> int:
     """How many entries everything in memory that is kept by namespace has together."""
     spaces = owned(cache).namespaces
     parts: list[Any] = [value for value in vars(spaces).values() if hasattr(value, "__len__")]
-    shared = cache._shared
+    shared = inside(cache)
     parts += [owned(cache).ssd.usage, owned(cache).ssd.emptied, owned(cache).index._apart]
     parts += [shared.lookups._by_request, shared.generations._newest, shared.leases._lent]
     return sum(len(part) for part in parts)
@@ -156,7 +156,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_blocks_with_keys_of_their_callers_come_and_go_too(tmp_path: Path) -> None:
     with BlockStore.open(tmp_path / "s", block_bytes=3000, ssd_bytes="1MiB") as store:
-        side = store._shared.owned
+        side = inside(store).owned
         assert side is not None
         for _ in range(3):
             assert store.put([b"k"], [bytes(3000)]) == [True]
@@ -537,7 +537,7 @@ def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, seque
             assert max(record.sequence for _, record in ssd.records_after(b"", 999)) <= max(
                 sequence, 2000
             )
-            assert cache._shared.context.sequence < 2000
+            assert inside(cache).context.sequence < 2000
             with ssd._using(), ssd._begin() as txn:
                 rows = txn.stat(ssd._age)["entries"]
             assert rows <= ssd.block_count + 1

@@ -20,7 +20,7 @@ from kvstore.cache.scope import Scope
 from kvstore.cli.main import main
 from kvstore.tier.ssd.capacity import usage_of
 from tests.frame.test_at_rest import numbers, open_packed
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tier_of, tokens_of
 
 BLOCK_BYTES = 8192
 """What a block of ``DENSE`` takes in the file: 6,144 bytes of entries and a head."""
@@ -376,7 +376,7 @@ def test_a_block_store_has_one_namespace_without_a_quota(tmp_path: Path) -> None
     with BlockStore.open(tmp_path / "b", block_bytes=64, ssd_bytes="8MiB") as store:
         store.put(["a"], [bytes(64)])
         store.flush()
-        assert store._shared.ssd.usage == {1: 4096}
+        assert tier_of(store).usage == {1: 4096}
 
 
 # ---- bytes by namespace are those of the records, whatever happens -------------------------------
