@@ -451,13 +451,7 @@ def test_a_full_queue_drops_and_counts_instead_of_blocking(tmp_path: Path) -> No
     tokens = tokens_of(2000 * BLOCK)
     with open_cache(tmp_path / "s", ssd_bytes="24MiB", request_share=1) as cache:
         gate = threading.Event()
-        put = tier_of(cache).put
-
-        def slow_put(*args: Any) -> None:
-            gate.wait(30)
-            put(*args)
-
-        tier_of(cache).put = slow_put  # type: ignore[method-assign,assignment]
+        tier_of(cache).hooks["put"] = lambda *_: gate.wait(30)
         stored = cache.store(tokens, entries_of(DENSE, tokens), wait=0)
         assert stored.dropped > 0
         assert stored.end // BLOCK + stored.dropped == 2000

@@ -30,6 +30,7 @@ from tests.stores import (
     inside,
     open_cache,
     owned,
+    tier_of,
     tokens_of,
 )
 
@@ -263,18 +264,12 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
 @pytest.mark.parametrize("error", [*PASSING, *DAMAGE], ids=name)
 def test_writing_goes_on_by_itself_unless_the_file_is_damaged(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: BaseException,
 ) -> None:
     clock = Clock()
-
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise error
-
     with open_cache(tmp_path / "s", clock=clock) as cache:
-        with monkeypatch.context() as patched:
-            patched.setattr(owned(cache).ssd, "put", fail)
+        with tier_of(cache).failing("put", error):
             for seed in range(WRITE_ERRORS_TO_READ_ONLY):
                 assert put(cache, seed)[1] == 0
             stops = error not in PASSING

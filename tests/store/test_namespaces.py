@@ -24,7 +24,7 @@ from kvstore.store import generations
 from kvstore.store.namespaces import LAST_NUMBER, namespace_facts
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, owned, tier_of, tokens_of
 
 BLOCK_BYTES = 8192
 """What a block of ``DENSE`` takes in the file."""
@@ -225,25 +225,18 @@ def test_the_commands_do_not_miss_a_namespace_that_just_went(
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def test_a_number_is_not_given_out_while_a_failed_delete_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_args: Any) -> None:
-        raise lmdb.DiskError("gone")
-
+def test_a_number_is_not_given_out_while_a_failed_delete_names_it(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         put(cache.scope(tenant(1)), 1)
         cache.flush()
-        spaces, ssd = owned(cache).namespaces, owned(cache).ssd
-        with monkeypatch.context() as broken:
-            broken.setattr(ssd, "delete", fail)
+        spaces, ssd = owned(cache).namespaces, tier_of(cache)
+        with ssd.failing("delete", lmdb.DiskError("gone")):
             cache.scope(tenant(1)).clear()
             spaces._last = 0  # all numbers were given out once: from the first again
             put(cache.scope(tenant(2)), 2)
             cache.flush()
             assert names(cache) == {1, 2}
-        with monkeypatch.context() as broken:
-            broken.setattr(ssd, "set_facts", fail)
+        with ssd.failing("set_facts", lmdb.DiskError("gone")):
             cache.scope(tenant(2)).clear()  # both blocks go, and no name
             spaces._last = 0
             put(cache.scope(tenant(3)), 3)

@@ -290,14 +290,11 @@ def test_a_block_stored_again_while_it_is_removed_is_not_lost(
         assert on_disk == {key for segment in side.index for key in segment.block_keys()}
 
 
-def test_deletes_that_failed_leave_no_age_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletes_that_failed_leave_no_age_behind(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         kept(cache)
         tier = tier_of(cache)
-        with monkeypatch.context() as broken:
-            broken.setattr(tier, "_delete", lambda _keys: (_ for _ in ()).throw(OSError("no")))
+        with tier.failing("_delete", OSError("no")):
             cache.clear()
         kept(cache)
         with tier._env.begin() as txn:
@@ -880,7 +877,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
             raise lmdb.DiskError("gone")
 
         for name in ("put", "delete", "amend", "set_facts", "fact", "facts", "_read_batch", "sync"):
-            monkeypatch.setattr(tier_of(cache), name, fail)
+            tier_of(cache).hooks[name] = fail
         monkeypatch.setattr(SsdTier, "live_bytes", property(fail))
         other = tokens_of(33, seed=1)
         cache.store(other, entries_of(DENSE, other), ttl=5, pin=True)
@@ -890,6 +887,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
             with pytest.raises(StoreError):
                 call()
         monkeypatch.undo()
+        tier_of(cache).hooks.clear()
 
 
 # ---- the writer and forks --------------------------------------------------------------------------
@@ -959,25 +957,17 @@ def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
         kept(cache, 90 * BLOCK)
         short: Any = lmdb.Error("mdb_txn_commit: Input/output error")
         short.code = errno.EIO
-        errors = [short] * failures
-        put, delete = tier_of(cache).put, tier_of(cache)._delete
-
-        def full_put(*args: Any) -> None:
-            if errors:
-                raise errors.pop()
-            put(*args)
 
         def full_delete(keys: Any) -> None:
             if len(keys) > 1:
                 raise short
-            delete(keys)
 
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        monkeypatch.setattr(tier_of(cache), "put", full_put)
-        monkeypatch.setattr(tier_of(cache), "_delete", full_delete)
+        tier_of(cache).fail("put", *[short] * failures)
+        tier_of(cache).hooks["_delete"] = full_delete
         tokens = kept(cache, seed=1)
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
         assert cache.stats()["counters"]["write_errors"] == 0

@@ -287,19 +287,6 @@ def test_a_missing_parent_record_is_found_at_open(
         assert "had no parent" in caplog.text
 
 
-class FailingPut:
-    """A medium whose next writes fail."""
-
-    def __init__(self, ssd: SsdTier, errors: list[BaseException]) -> None:
-        self.real, self.errors = ssd.put, errors
-        ssd.put = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, *args: Any) -> None:
-        if self.errors:
-            raise self.errors.pop(0)
-        self.real(*args)
-
-
 @pytest.mark.parametrize(
     "error",
     [lmdb.MapFullError("full"), lmdb.DiskError("No space left on device")],
@@ -312,7 +299,7 @@ def test_a_full_medium_is_retried_once_after_evicting_a_little(
         old, new = tokens_of(20 * BLOCK + 1, 1), tokens_of(4 * BLOCK + 1, 2)
         cache.store(old, entries_of(DENSE, old))
         cache.flush()
-        FailingPut(tier_of(cache), [error])
+        tier_of(cache).fail("put", error)
         cache.store(new, entries_of(DENSE, new))
         cache.flush()
         assert cache.lookup(new).hit_tokens == 4 * BLOCK
@@ -327,13 +314,13 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        failing = FailingPut(tier_of(cache), [OSError(errno.EIO, "I/O error")] * 3)
+        failing = tier_of(cache).fail("put", *[OSError(errno.EIO, "I/O error")] * 3)
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
             owned(cache)._writer.drain()
             assert cache.lookup(lost).hit_tokens == 0
-        assert failing.errors == []
+        assert failing == []
         more = tokens_of(BLOCK, 9)
         assert cache.store(more, entries_of(DENSE, more)).dropped == 1
         stats = cache.stats()
@@ -347,7 +334,7 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
 def test_a_failed_commit_never_leaves_a_child_without_its_parent(tmp_path: Path) -> None:
     tokens = tokens_of(300 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
-        FailingPut(tier_of(cache), [OSError(errno.EIO, "I/O error")])
+        tier_of(cache).fail("put", OSError(errno.EIO, "I/O error"))
         cache.store(tokens, entries_of(DENSE, tokens), wait=30)
         cache.flush()
         index = owned(cache).index
@@ -360,7 +347,7 @@ def test_a_bug_in_a_commit_surfaces_at_flush_and_the_writer_lives(
 ) -> None:
     tokens = tokens_of(2 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
-        FailingPut(tier_of(cache), [RuntimeError("a bug")])
+        tier_of(cache).fail("put", RuntimeError("a bug"))
         cache.store(tokens, entries_of(DENSE, tokens))
         with pytest.raises(StoreError, match="a bug"):
             cache.flush()
@@ -375,10 +362,9 @@ def test_failed_deletes_are_made_up_for(tmp_path: Path) -> None:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
         ssd = tier_of(cache)
-        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
-        cache.clear()
+        with ssd.failing("delete", lmdb.DiskError("I/O error")):
+            cache.clear()
         assert ssd.block_count == 10
-        ssd.delete = real  # type: ignore[method-assign]
         again = tokens[: 3 * BLOCK]
         cache.store(again, entries_of(DENSE, again))
         cache.flush()
@@ -393,19 +379,14 @@ def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: P
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
         ssd = tier_of(cache)
-        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
-        cache.clear()
-        FailingPut(ssd, [OSError(errno.EIO, "I/O error")])
-        again = tokens[: 3 * BLOCK]
-        cache.store(again, entries_of(DENSE, again))
-        owned(cache)._writer.drain()
-        ssd.delete = real  # type: ignore[method-assign]
+        with ssd.failing("delete", lmdb.DiskError("I/O error")):
+            cache.clear()
+            ssd.fail("put", OSError(errno.EIO, "I/O error"))
+            again = tokens[: 3 * BLOCK]
+            cache.store(again, entries_of(DENSE, again))
+            owned(cache)._writer.drain()
         cache.clear()
         assert ssd.block_count == 0
-
-
-def _raise(*args: Any) -> None:
-    raise lmdb.Error("I/O error")
 
 
 _KILLED = """
@@ -631,9 +612,9 @@ def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
         cache.store(tokens, entries_of(DENSE, tokens))
         owned(cache)._writer.drain()
         cache.lookup(tokens)
-        failing = FailingPut(tier_of(cache), [lmdb.MapFullError("full")])
+        failing = tier_of(cache).fail("put", lmdb.MapFullError("full"))
         cache.flush()
-        assert failing.errors == []
+        assert failing == []
         assert owned(cache)._uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
 
@@ -660,7 +641,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         old = tokens_of(100 * BLOCK + 1)
         cache.store(old, entries_of(DENSE, old))
         cache.flush()
-        failing = FailingPut(tier_of(cache), [lmdb.MapFullError("full")] * 40)
+        failing = tier_of(cache).fail("put", *[lmdb.MapFullError("full")] * 40)
         for seed in range(1, 11):
             tokens = tokens_of(BLOCK + 1, seed)
             cache.store(tokens, entries_of(DENSE, tokens))
@@ -669,7 +650,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         assert not stats["tiers"]["ssd"]["is_read_only"]
         assert stats["counters"]["dropped_blocks"]["write_error"] == 10
         assert stats["counters"]["evicted_blocks"]["ssd"] == 48, "three times 16, once"
-        failing.errors.clear()
+        failing.clear()
         last = tokens_of(BLOCK + 1, 11)
         cache.store(last, entries_of(DENSE, last))
         cache.flush()

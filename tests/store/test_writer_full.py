@@ -132,24 +132,16 @@ def test_a_full_disk_goes_on_within_what_it_has(small_disk: Path) -> None:
         use(cache, full_tmpfs(small_disk))
 
 
-def test_a_disk_that_others_fill_neither_empties_the_store_nor_ends_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_others_fill_neither_empties_the_store_nor_ends_writing(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         for seed in range(30):
             keep(cache, seed)
         before = cache.stats()["tiers"]["ssd"]["blocks"]
-        real = tier_of(cache).put
-
-        def full(*_: Any) -> None:
-            raise of_lmdb(errno.EDQUOT)
-
-        monkeypatch.setattr(tier_of(cache), "put", full)
-        assert [keep(cache, seed) for seed in range(100, 110)] == [0] * 10
-        cache.flush()  # it only keeps recency for later
-        gone = before - cache.stats()["tiers"]["ssd"]["blocks"]
-        assert gone == FULL_RETRIES * RETRY_EVICTION_BLOCKS, "evicted for the first commit only"
-        monkeypatch.setattr(tier_of(cache), "put", real)
+        with tier_of(cache).failing("put", of_lmdb(errno.EDQUOT)):
+            assert [keep(cache, seed) for seed in range(100, 110)] == [0] * 10
+            cache.flush()  # it only keeps recency for later
+            gone = before - cache.stats()["tiers"]["ssd"]["blocks"]
+            assert gone == FULL_RETRIES * RETRY_EVICTION_BLOCKS, "evicted for the first commit only"
         assert keep(cache, 200) == PROMPT
 
 
