@@ -162,7 +162,7 @@ class Chains:
         if not isinstance(match, Match):
             msg = f"match must come from lookup, found {brief(match)}"
             raise ValueError(msg)
-        if not match.is_of(self._shared.lookups):
+        if match.lookups is not self._shared.lookups:
             msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
             raise ValueError(msg)
         if match.prefix.root not in self._roots:

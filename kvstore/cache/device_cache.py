@@ -234,7 +234,7 @@ class DeviceCache:
         if not isinstance(pages, PinnedPages):
             msg = f"pages must come from load or device.allocate, found {brief(pages)}"
             raise ValueError(msg)
-        if not pages.is_of(self):
+        if pages.device is not self:
             msg = f"the pages are of another store than {self._reads.path}; load the match from this one"
             raise ValueError(msg)
 

@@ -70,7 +70,7 @@ class Match:
         *,
         needs_window: bool = False,
     ) -> None:
-        self._lookups = lookups
+        self.lookups = lookups
         self.prefix = prefix
         self.resident_blocks = resident
         """Leading blocks in each tier, nearest tier first."""
@@ -85,10 +85,6 @@ class Match:
         """Number of entries without an exit yet."""
         self.pages: PinnedPages | None = None
         """Pages of the last ``load``."""
-
-    def is_of(self, lookups: Lookups) -> bool:
-        """Say whether the match is of the store with these lookups."""
-        return self._lookups is lookups
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
@@ -113,7 +109,7 @@ class Match:
     def floors(self) -> plan.Floors:
         """The four token positions below as one value."""
         start = self.snapshot.start if self.snapshot is not None and self.window_hit else None
-        return plan.floors(self.hit_tokens, self._lookups.window_tokens, start)
+        return plan.floors(self.hit_tokens, self.lookups.window_tokens, start)
 
     @property
     def replay_start(self) -> int:
@@ -138,19 +134,19 @@ class Match:
     @property
     def worth_loading(self) -> bool:
         """Whether loading the hit is faster than computing it, by the speeds measured so far."""
-        return self._lookups.is_worth_loading(self)
+        return self.lookups.is_worth_loading(self)
 
     def shrink(self, hit_tokens: int) -> None:
         """Shorten the hit to ``hit_tokens``, or less where a window is needed."""
         if hit_tokens < self.hit_tokens:
-            self._lookups.shrink(self, hit_tokens)
+            self.lookups.shrink(self, hit_tokens)
 
     def __enter__(self) -> Self:
-        self._lookups.enter(self)
+        self.lookups.enter(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._lookups.leave(self)
+        self.lookups.leave(self)
 
     def __repr__(self) -> str:
         return (
@@ -176,14 +172,10 @@ class PinnedPages(Pages):
         tensors: Mapping[str, Any],
     ) -> None:
         super().__init__(tensors, page_ids)
-        self._device = device
+        self.device = device
         self.tokens = tokens
         """Leading tokens in the pages; of private pages, the tokens that fit."""
         self.pins = pins
-
-    def is_of(self, device: DeviceCache) -> bool:
-        """Say whether these are pages of ``device``."""
-        return self._device is device
 
     @property
     def is_released(self) -> bool:
@@ -195,7 +187,7 @@ class PinnedPages(Pages):
 
         The pages may be overwritten at once: the device must have run every kernel that reads them.
         """
-        self._device.release(self.pins)
+        self.device.release(self.pins)
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,11 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan
 from kvstore.identity.hash import HashRun
 
 
+def split_keys(chain: bytes) -> list[BlockKey]:
+    """Return the keys of a chain, one by one."""
+    return [BlockKey(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
+
+
 class Chain(Protocol):
     """Blocks from a root on, each the child of the one before it."""
 
@@ -70,11 +75,7 @@ class Prefix:
 
     def keys(self, first: int, stop: int) -> list[BlockKey]:
         """Keys of blocks ``[first, stop)``."""
-        path = self.path
-        return [
-            BlockKey(path[at : at + KEY_BYTES])
-            for at in range(first * KEY_BYTES, stop * KEY_BYTES, KEY_BYTES)
-        ]
+        return split_keys(self.path[first * KEY_BYTES : stop * KEY_BYTES])
 
     def hash_of(self, number: int) -> BlockHash:
         """Hash of block ``number``."""

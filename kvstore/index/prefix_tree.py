@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvstore.identity.block import KEY_BYTES, BlockKey
+from kvstore.identity.chain import split_keys
 from kvstore.policy.protocol import Policy
 
 NEVER = math.inf
@@ -71,8 +72,7 @@ class Segment:
 
     def block_keys(self) -> list[BlockKey]:
         """Return the key of each block, in order."""
-        keys = self.keys
-        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        return split_keys(self.keys)
 
     @property
     def is_evictable(self) -> bool:
@@ -163,7 +163,7 @@ class PrefixIndex:
         grows = parent.parent is not None and not parent.children
         if not (grows and parent.last_use == now and parent.expires == expires):
             return self.insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-        self.blocks += len(keys) // KEY_BYTES
+        self._count(parent, keys)
         parent.keys += keys
         for policy in self._policies(parent):
             policy.resize(parent)
@@ -175,7 +175,7 @@ class PrefixIndex:
         """Add blocks below the end of ``parent`` as a new segment, and return it."""
         assert keys
         assert not len(keys) % KEY_BYTES
-        self.blocks += len(keys) // KEY_BYTES
+        self._count(parent, keys)
         child = Segment(parent, keys, parent.stop, namespace_id)
         child.last_use, child.expires = now, expires
         assert keys[:KEY_BYTES] not in parent.children, "a present block was inserted again"
@@ -185,6 +185,10 @@ class PrefixIndex:
         for policy in self._policies(child):
             policy.insert(child)
         return child
+
+    def _count(self, parent: Segment, keys: bytes) -> None:  # noqa: ARG002 - for subclasses
+        """Count new blocks behind ``parent``."""
+        self.blocks += len(keys) // KEY_BYTES
 
     def touch(self, segment: Segment, now: int) -> None:
         """Record a use of all blocks from the root to the end of ``segment``.
@@ -379,21 +383,9 @@ class KeyedIndex(PrefixIndex):
         """Parent key of each block by key; empty for the first block of a chain."""
 
     @override
-    def extend(
-        self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
-    ) -> Segment:
-        self._note(parent, keys)
-        return super().extend(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-
-    @override
-    def insert(
-        self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
-    ) -> Segment:
-        self._note(parent, keys)
-        return super().insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-
-    def _note(self, parent: Segment, keys: bytes) -> None:
-        found = [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+    def _count(self, parent: Segment, keys: bytes) -> None:
+        super()._count(parent, keys)
+        found = split_keys(keys)
         above = [BlockKey(parent.keys[-KEY_BYTES:]), *found]
         self.parents.update(zip(found, above, strict=False))  # the last key has no child yet
 

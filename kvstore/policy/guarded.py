@@ -89,12 +89,11 @@ class Guarded(Policy[S], Generic[S]):
         return chosen
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        if not self._is_trusted:
-            getattr(self._policy, method)(*arguments)
-            return
         try:
             getattr(self._policy, method)(*arguments)
         except Exception as error:
+            if not self._is_trusted:  # a bug of this module
+                raise
             self._distrust(error)
 
     def _distrust(self, error: Exception) -> None:

@@ -37,40 +37,24 @@ POLICIES: Mapping[str, Entry] = MappingProxyType(
     {
         "lru": Entry(Lru, "evicts the least recently used", "Mattson et al. 1970"),
         "arc": Entry(
-            Arc,
-            "two LRU lists, used once and used again, balanced by returning blocks",
-            "Megiddo, Modha, FAST 2003",
+            Arc, "two LRU lists, balanced by returning blocks", "Megiddo, Modha, FAST 2003"
         ),
         "s3fifo": Entry(
-            S3Fifo,
-            "a small queue for new blocks, a main one for blocks used twice",
-            "Yang et al., SOSP 2023",
+            S3Fifo, "queues for new blocks and for used ones", "Yang et al., SOSP 2023"
         ),
-        "sieve": Entry(
-            Sieve, "a hand walks the queue and evicts unused blocks", "Zhang et al., NSDI 2024"
-        ),
-        "clock": Entry(Clock, "first in first out; a used block passes once more", "Corbato 1968"),
+        "sieve": Entry(Sieve, "a hand evicts the unused in order", "Zhang et al., NSDI 2024"),
+        "clock": Entry(Clock, "first in first out; a use gives another round", "Corbato 1968"),
         "fifo": Entry(Fifo, "evicts the first stored", "-"),
         "lfu": Entry(Lfu, "evicts the least often used", "-"),
         "2q": Entry(
-            TwoQ,
-            "a queue for new blocks, LRU for blocks that return after it",
-            "Johnson, Shasha, VLDB 1994",
+            TwoQ, "FIFO for new blocks, LRU for returning ones", "Johnson, Shasha, VLDB 1994"
         ),
-        "slru": Entry(
-            Slru,
-            "four LRU lists; a use promotes by one, overflow demotes by one",
-            "Huang et al., SOSP 2013",
-        ),
-        "gdsf": Entry(
-            Gdsf, "uses, plus the age of the cache at the last one", "Cherkasova, HPL-98-69"
-        ),
+        "slru": Entry(Slru, "four LRU lists; a use promotes by one", "Huang et al., SOSP 2013"),
+        "gdsf": Entry(Gdsf, "uses, plus the age at the last one", "Cherkasova, HPL-98-69"),
         "cost": Entry(
-            Cost,
-            "gdsf, weighted by the cost to recompute a block at its depth",
-            "after Marconi, arXiv 2411.19379",
+            Cost, "gdsf, weighted by recomputation cost", "after Marconi, arXiv 2411.19379"
         ),
-        "ttl": Entry(Ttl, "evicts what expires first, then the least recently used", "-"),
+        "ttl": Entry(Ttl, "evicts what expires first, then by last use", "-"),
     }
 )
 """The tiers and the simulator use the same classes."""
