@@ -144,25 +144,24 @@ class SsdReads:
         is_part = wave is not None and wave != self._format.whole
         bounds = wave.bounds if wave is not None and is_part else None
         takers = {size: partial(take_many, size) for size in spare}
-        return self._begin(prefix, first, stop, take, takers, bounds, limits)
+        return self.each(prefix, first, stop, take, takers, bounds=bounds, limits=limits)
 
     def each(
-        self, prefix: Prefix, first: int, stop: int, take: Take, *, limits: Limits | None = None
-    ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` and pass each to ``take``, in any order."""
-        return self._begin(prefix, first, stop, take, {}, None, limits)
-
-    def _begin(
         self,
         prefix: Prefix,
         first: int,
         stop: int,
         take: Take,
-        takers: Mapping[int, Callable[[int, int, int, NDArray[np.int64]], int]],
-        bounds: tuple[int, int] | None,
-        limits: Limits | None,
+        takers: Mapping[int, Callable[[int, int, int, NDArray[np.int64]], int]] | None = None,
+        *,
+        bounds: tuple[int, int] | None = None,
+        limits: Limits | None = None,
     ) -> Reading:
-        """Begin a read. ``takers`` copy runs of frames of one size, by size: see ``TakeMany``."""
+        """Begin to read blocks ``[first, stop)`` and pass each to ``take``, in any order.
+
+        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the
+        bytes to read of a frame, None for all.
+        """
         ssd, limits, faults = self._ssd, limits or Limits(), dict[int, str]()
         each = self._format.frame_bytes if bounds is None else max(1, bounds[1] - bounds[0])
         run = max(1, min(READ_BATCH, RUN_BYTES // each))
@@ -176,7 +175,7 @@ class SsdReads:
 
         def work(at: int, until: int) -> int:
             start = first + at
-            many = {size: partial(taker, start) for size, taker in takers.items()}
+            many = {size: partial(taker, start) for size, taker in (takers or {}).items()}
             if len(keys) > run:
                 ssd.will_need(keys[at + ahead : until + ahead], bounds)
             result = ssd.read(

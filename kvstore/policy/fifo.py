@@ -7,40 +7,32 @@ from typing import Any, Generic
 
 from typing_extensions import override
 
-from kvstore.policy.leaves import Leaves
-from kvstore.policy.protocol import Policy, S
+from kvstore.policy.leaves import Ranked
+from kvstore.policy.protocol import S
 
 
-class Fifo(Policy[S], Generic[S]):
+class Fifo(Ranked[S], Generic[S]):
     """Evict the segment stored first."""
 
     def __init__(self) -> None:
         self._places: dict[S, Any] = {}
         """Position of each segment in the queue; a split leaves both halves at the same one."""
-        self._leaves: Leaves[S] = Leaves(self._places.get)
+        super().__init__(self._places.get)
         self._end = count().__next__
         """Returns the next position at the end of the queue."""
 
     @override
     def insert(self, segment: S) -> None:
         self._places[segment] = self._end()
-        self._leaves.push(segment)
+        super().insert(segment)
 
     @override
     def split(self, upper: S, lower: S) -> None:
         self._places[upper] = self._places[lower]
 
     @override
-    def release(self, segment: S) -> None:
-        self._leaves.push(segment)
-
-    @override
     def remove(self, segment: S) -> None:
         del self._places[segment]
-
-    @override
-    def victim(self, blocks: int) -> S | None:
-        return self._leaves.first()
 
 
 class Clock(Fifo[S], Generic[S]):

@@ -6,17 +6,17 @@ from typing import Any, Generic
 
 from typing_extensions import override
 
-from kvstore.policy.leaves import Leaves
-from kvstore.policy.protocol import Policy, S
+from kvstore.policy.leaves import Ranked
+from kvstore.policy.protocol import S
 
 
-class Lfu(Policy[S], Generic[S]):
+class Lfu(Ranked[S], Generic[S]):
     """Evict the least often used segment, the least recently used among equals."""
 
     def __init__(self) -> None:
         self._uses: dict[S, int] = {}
         """Uses of a segment and of its removed descendants, without the request that stored it."""
-        self._leaves: Leaves[S] = Leaves(self._rank)
+        super().__init__(self._rank)
 
     def _rank(self, segment: S) -> Any:
         return self._uses[segment], segment.last_use
@@ -24,7 +24,7 @@ class Lfu(Policy[S], Generic[S]):
     @override
     def insert(self, segment: S) -> None:
         self._uses[segment] = 0
-        self._leaves.push(segment)
+        super().insert(segment)
 
     @override
     def touch(self, segment: S) -> None:
@@ -35,18 +35,10 @@ class Lfu(Policy[S], Generic[S]):
         self._uses[upper] = 0
 
     @override
-    def release(self, segment: S) -> None:
-        self._leaves.push(segment)
-
-    @override
     def remove(self, segment: S) -> None:
         uses = self._uses.pop(segment)
         if uses and segment.parent in self._uses:
             self._uses[segment.parent] += uses
-
-    @override
-    def victim(self, blocks: int) -> S | None:
-        return self._leaves.first()
 
 
 class Gdsf(Lfu[S], Generic[S]):

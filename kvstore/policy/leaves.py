@@ -11,7 +11,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Any, Generic
 
-from kvstore.policy.protocol import S
+from typing_extensions import override
+
+from kvstore.policy.protocol import Policy, S
 
 FEW = 64
 """Fewest entries at which the heap is cleaned."""
@@ -67,3 +69,22 @@ class Leaves(Generic[S]):
                     continue
             heappop(heap)
         return None
+
+
+class Ranked(Policy[S], Generic[S]):
+    """A policy that evicts the leaf of the lowest rank."""
+
+    def __init__(self, rank: Callable[[S], Any]) -> None:
+        self._leaves = Leaves(rank)
+
+    @override
+    def insert(self, segment: S) -> None:
+        self._leaves.push(segment)
+
+    @override
+    def release(self, segment: S) -> None:
+        self._leaves.push(segment)
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        return self._leaves.first()
