@@ -14,6 +14,17 @@ from kvstore.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The options of a ``store`` or ``save``."""
+
+    namespace: Mapping[str, Any]
+    wait: float
+    """Most seconds to wait for room in the queue."""
+    ttl: float | None
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """The result of a ``store`` or ``save``."""
 

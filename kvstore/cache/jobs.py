@@ -9,14 +9,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.entries import Stored
+from kvstore.cache.entries import Stored, StoreOptions
 from kvstore.cache.leases import Leases
 from kvstore.cache.match import PinSet
 from kvstore.cache.reading import HostReads, Limits
@@ -77,13 +77,10 @@ class Save:
     """A save of tokens ``[start, len(prefix.hashes) * block_tokens)`` from pages."""
 
     prefix: Prefix
-    namespace: Mapping[str, Any]
     source: PagedEntries
     start: int
     after: Event | None
-    wait: float
-    ttl: float | None
-    is_pinned: bool
+    options: StoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,20 +207,12 @@ class Jobs:
         job.stored = Stored(end, present, stop - end // size)
 
     def _store(
-        self,
-        save: Save,
-        prefix: Prefix,
-        entries: Mapping[str, NDArray[np.uint8]],
-        start: int,
+        self, save: Save, prefix: Prefix, entries: Mapping[str, NDArray[np.uint8]], start: int
     ) -> Stored:
+        is_last = len(prefix.hashes) == len(save.prefix.hashes)
+        is_pinned = save.options.is_pinned and is_last
         return self._writes.store(
-            prefix,
-            save.namespace,
-            entries,
-            start,
-            wait=save.wait,
-            ttl=save.ttl,
-            is_pinned=save.is_pinned and len(prefix.hashes) == len(save.prefix.hashes),
+            prefix, entries, start, replace(save.options, is_pinned=is_pinned)
         )
 
     def _load(self, job: Job, load: Load) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.chains import Chains
 from kvstore.cache.device_handle import DeviceHandle
-from kvstore.cache.entries import Entries, Stored, host_entries
+from kvstore.cache.entries import Entries, Stored, StoreOptions, host_entries
 from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.shared import SharedTiers
@@ -137,14 +137,9 @@ class Scope:
         """
         ids = as_tokens(tokens)
         start = _position(start, "start", self.block_tokens, len(ids))
-        wait = number(wait, "wait", "seconds")
-        ttl = _ttl(ttl)
-        pin = flag(pin, "pin")
         arrays = host_entries(self.layout, entries, start, len(ids))
         prefix = self._chains.prefix(ids, images)
-        return self._shared.writes.store(
-            prefix, asdict(self.namespace), arrays, start, wait=wait, ttl=ttl, is_pinned=pin
-        )
+        return self._shared.writes.store(prefix, arrays, start, self._options(wait, ttl, pin))
 
     def unpin(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> None:
         """Remove the persistent pin that ``store(pin=True)`` set on this prefix.
@@ -248,14 +243,12 @@ class Scope:
         Without ``into``: load into device pages and return their page table. A bad block, or a lack
         of unpinned pages, shortens the result and the match.
 
-        With ``into``: copy the entries of tokens ``[start, hit)`` into the engine's pages in the
-        background and return the job. Entries below ``start`` are not written. ``after`` is a
-        ``threading.Event`` or a device event; nothing is written before it happens, because the
-        device may have queued work on these pages. The job has its own pin, so the match need not
-        stay entered, and it never changes the match: ``job.loaded_tokens`` and
-        ``job.failed_blocks`` report bad blocks. Without a timeout layers arrive in order, each for
-        all tokens, and ``job.wait_group`` waits for one of them. With a timeout blocks arrive in
-        order, each with all layers, so that a partial result is usable.
+        With ``into``: copy the entries of tokens ``[start, hit)`` to the engine's pages in the
+        background, and return the job. Nothing is written before ``after`` (a ``threading.Event`` or
+        a device event) happens. The job has its own pin, so the match need not stay entered, and
+        reports bad blocks by ``loaded_tokens`` and ``failed_blocks``; the match does not change.
+        Without a timeout layers arrive in order, each for all tokens, for ``job.wait_group``; with
+        a timeout blocks arrive in order, each with all layers, so that a partial result is usable.
 
         Raises:
             ValueError: if the match is of another store or namespace, ``into`` does not fit the
@@ -315,21 +308,23 @@ class Scope:
         ids = as_tokens(tokens)
         end = _position(len(ids) if stop is None else stop, "stop", 1, len(ids))
         start = _position(start, "start", self.block_tokens, end)
-        wait = number(wait, "wait", "seconds")
-        ttl = _ttl(ttl)
-        pin = flag(pin, "pin")
         prefix = self._chains.prefix(ids, images).cut(end // self.block_tokens)
         save = Save(
             prefix=prefix,
-            namespace=asdict(self.namespace),
             source=self._paged(pages, start, len(prefix.tokens)),
             start=start,
             after=_event(after),
-            wait=wait,
-            ttl=ttl,
-            is_pinned=pin,
+            options=self._options(wait, ttl, pin),
         )
         return self._shared.jobs.save(save)
+
+    def _options(self, wait: float, ttl: float | None, pin: object) -> StoreOptions:
+        return StoreOptions(
+            asdict(self.namespace),
+            number(wait, "wait", "seconds"),
+            None if ttl is None else positive(ttl, "ttl", "seconds or None"),
+            flag(pin, "pin"),
+        )
 
     def _paged(self, pages: Pages, start: int, stop: int) -> PagedEntries:
         given: object = pages
@@ -545,10 +540,6 @@ def _position(value: object, name: str, unit: int, limit: int) -> int:
 
 def _timeout(value: float | None) -> float | None:
     return None if value is None else number(value, "timeout", "seconds")
-
-
-def _ttl(value: float | None) -> float | None:
-    return None if value is None else positive(value, "ttl", "seconds or None")
 
 
 def _event(after: Event | None) -> Event | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.entries import Stored
+from kvstore.cache.entries import Stored, StoreOptions
 from kvstore.frame.format import Header
 from kvstore.identity.chain import Prefix
 from kvstore.store.open_store import OpenStore
@@ -40,13 +39,9 @@ class Writes:
     def store(
         self,
         prefix: Prefix,
-        namespace: Mapping[str, Any],
         entries: Mapping[str, NDArray[np.uint8]],
         start: int,
-        *,
-        wait: float,
-        ttl: float | None,
-        is_pinned: bool,
+        options: StoreOptions,
     ) -> Stored:
         """Queue the blocks of tokens ``[start, ...)`` that are neither stored nor queued."""
         size = self._format.block_tokens
@@ -62,6 +57,9 @@ class Writes:
             return self._format.encode(header, ids, source(), header.number - first)
 
         taken = self._store.owned.store(
-            prefix, namespace, encode, first, wait=wait, ttl=ttl, is_pinned=is_pinned
+            *(prefix, options.namespace, encode, first),
+            wait=options.wait,
+            ttl=options.ttl,
+            is_pinned=options.is_pinned,
         )
         return Stored(taken.end * size, taken.present, taken.dropped)
