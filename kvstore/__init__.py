@@ -19,7 +19,7 @@ from kvstore.identity.block import ImageSpan
 from kvstore.identity.namespace import Namespace, weights_digest
 from kvstore.layout import LayerGroup, Layout, Lifetime, layout
 from kvstore.layout.replay import ReplayHook, ReplayRequest, WindowSnapshot
-from kvstore.tier.pages import Pages
+from kvstore.tier.engine_pages import Pages
 
 if TYPE_CHECKING:
     from kvstore import fp4

@@ -21,7 +21,7 @@ MOVED = {
     "kvstore.block_store": "kvstore.blocks.block_store",
     "kvstore.hash": "kvstore.identity.hash",
     "kvstore.namespace": "kvstore.identity.namespace",
-    "kvstore.pages": "kvstore.tier.pages",
+    "kvstore.pages": "kvstore.tier.engine_pages",
     "kvstore.presets": "kvstore.layout.presets",
     "kvstore.replay": "kvstore.layout.replay",
 }

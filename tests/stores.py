@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore import LayerGroup, Layout, Lifetime, Namespace, Pages, PrefixCache
-from kvstore.cache.device_pages import DevicePages
+from kvstore import BlockStore, LayerGroup, Layout, Lifetime, Namespace, Pages, PrefixCache
+from kvstore.blocks.keyed import KeyedBlocks
+from kvstore.cache import SharedTiers
+from kvstore.cache.device_cache import DeviceCache
 from kvstore.cache.scope import Scope
+from kvstore.store import opening
 from kvstore.store.writer import OwnedSsd
+from kvstore.tier.ssd.tier import SsdTier
 
 BLOCK = 8
 """Tokens of a block in most tests."""
@@ -98,9 +103,78 @@ def assert_entries(
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+class FaultyTier(SsdTier):
+    """The SSD tier of every store in this process: a test makes calls of its methods fail or wait."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.hooks: dict[str, Callable[..., object]] = {}
+        """Called before the method of that name, with its arguments: a hook raises, waits or returns."""
+        super().__init__(*arguments, **options)
+
+    def fail(self, method: str, *errors: BaseException) -> list[BaseException]:
+        """Let the next calls raise these errors, one each; return the list of those left."""
+        left = list(errors)
+
+        def hook(*_arguments: Any, **_options: Any) -> None:
+            if left:
+                raise left.pop(0)
+
+        self.hooks[method] = hook
+        return left
+
+    @contextmanager
+    def failing(self, method: str, error: BaseException) -> Iterator[None]:
+        """Let every call inside raise this error."""
+
+        def hook(*_arguments: Any, **_options: Any) -> None:
+            raise error
+
+        self.hooks[method] = hook
+        try:
+            yield
+        finally:
+            del self.hooks[method]
+
+
+def _hooked(name: str) -> Callable[..., Any]:
+    def call(self: FaultyTier, *arguments: Any, **options: Any) -> Any:
+        if name in self.hooks:
+            self.hooks[name](*arguments, **options)
+        return getattr(super(FaultyTier, self), name)(*arguments, **options)
+
+    return call
+
+
+for _name in (
+    *("put", "delete", "_delete", "amend", "sync", "set_facts"),
+    *("fact", "facts", "read", "_read_batch"),
+):
+    setattr(FaultyTier, _name, _hooked(_name))
+opening.tier_class = FaultyTier
+
+
+# ---- what tests look into ------------------------------------------------------------------------
+
+
+@overload
+def inside(cache: Scope) -> SharedTiers: ...
+@overload
+def inside(cache: BlockStore) -> KeyedBlocks: ...
+def inside(cache: Scope | BlockStore) -> SharedTiers | KeyedBlocks:
+    """The open store behind a scope or a block store."""
+    return cache._shared
+
+
+def tier_of(cache: Scope | BlockStore) -> FaultyTier:
+    """The SSD tier of a cache."""
+    tier = inside(cache).ssd
+    assert isinstance(tier, FaultyTier)
+    return tier
+
+
 def owned(cache: Scope) -> OwnedSsd:
-    """The writing side of a cache, for tests that look inside."""
-    side = cache._shared.owned
+    """The writing side of a cache."""
+    side = inside(cache).owned
     assert side is not None
     return side
 
@@ -118,8 +192,8 @@ def engine_pages() -> Pages:
     return Pages(tensors, [0, 1, 2, 3])
 
 
-def paged(cache: Scope) -> DevicePages:
-    """The device pages of a cache, for tests that look inside."""
-    pages = cache._shared.pages
-    assert pages is not None
-    return pages
+def paged(cache: Scope) -> DeviceCache:
+    """The device cache of a cache."""
+    device = inside(cache).device
+    assert device.is_open
+    return device

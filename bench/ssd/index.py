@@ -70,7 +70,7 @@ def lookup(blocks: int, folder: Path, rounds: int, advance: Advance) -> list[Row
     with scratch(folder, "lookup") as place, open_cache(place, layout, 1 << 30) as cache:
         cache.store(tokens, {"b": np.zeros((1, len(tokens), 1), np.uint8)}, wait=60)
         cache.flush()
-        root = cache._root  # noqa: SLF001 - the parts of a look-up, one by one
+        root = cache._chains.root  # noqa: SLF001 - the parts of a look-up, one by one
         owned = cache._shared.owned  # noqa: SLF001
         assert owned is not None
         index, wide = owned.index, tokens.astype(np.int64)

@@ -474,14 +474,15 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
         cache.flush()
         with cache.lookup(asked) as match:
             whole(match.hit_tokens, count * BLOCK_TOKENS)
-            shared, tier = cache._shared, tier_of(cache)  # noqa: SLF001
+            reads, tier = cache._shared.reads, tier_of(cache)  # noqa: SLF001
 
             def into_new() -> None:
                 whole(cache.read(match).tokens, len(tokens))
 
             def into_kept() -> None:
                 resident = match.resident_blocks
-                whole(shared.begin_read(match.prefix, resident, 0, count, kept)(), count)
+                begun = reads.begin(match.prefix, resident, 0, count, kept)
+                whole(reads.finish(begun), count)
 
             def by_tier() -> None:
                 read_by_tier(tier, match.prefix, form, places)
@@ -544,9 +545,9 @@ def shared(
 
         def read(cache: PrefixCache) -> float:
             match = matches[cache]
-            tiers = cache._shared  # noqa: SLF001
-            begin = partial(tiers.begin_read, match.prefix, match.resident_blocks, 0, count, kept)
-            return seconds(lambda: whole(begin()(), count))
+            reads = cache._shared.reads  # noqa: SLF001
+            begin = partial(reads.begin, match.prefix, match.resident_blocks, 0, count, kept)
+            return seconds(lambda: whole(reads.finish(begin()), count))
 
         def load(layer: int | None, group: str) -> float:
             began = time.perf_counter()

@@ -1,4 +1,8 @@
-"""What an engine holds: a scope over shared tiers, the matches it finds and the entries it reads."""
+"""The prefix cache: ``PrefixCache`` opens a store, ``Scope`` is one namespace's view of it.
+
+``shared`` wires one object per job: ``chains`` (hashes and generations), ``lookups``, ``leases``,
+``reading``, ``writes``, ``windows``, ``device_cache`` and ``jobs``. Engines call ``Scope`` only.
+"""
 
 from kvstore.cache.entries import Entries, Stored
 from kvstore.cache.match import Match, PinnedPages

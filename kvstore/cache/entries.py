@@ -1,4 +1,4 @@
-"""Entries as they cross the border between an engine and the cache: read out, and offered."""
+"""Host arrays of entries: results of reads, checked arguments of stores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from kvstore.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The options of a ``store`` or ``save``."""
+
+    namespace: Mapping[str, Any]
+    wait: float
+    """Most seconds to wait for room in the queue."""
+    ttl: float | None
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of a ``store``."""
+    """The result of a ``store`` or ``save``."""
 
     end: int
-    """Leading tokens that are now stored or queued."""
+    """Leading tokens that are stored or queued now."""
     present: int
-    """Blocks offered that were there already."""
+    """Offered blocks that were stored or queued before."""
     dropped: int
-    """Blocks not taken: the queue was full, the parent was missing, or this is a reader."""
+    """Offered blocks that were not taken; ``stats`` counts them by reason in ``dropped_blocks``."""
 
 
 class Entries(dict[str, NDArray[np.uint8]]):
@@ -35,16 +46,16 @@ class Entries(dict[str, NDArray[np.uint8]]):
     def __init__(self, arrays: Mapping[str, NDArray[np.uint8]], tokens: int) -> None:
         super().__init__(arrays)
         self.tokens = tokens
-        """How many leading tokens these entries cover: at most the hit, less after a bad block."""
+        """Leading tokens covered: at most the hit, fewer after a bad block."""
 
 
 def host_entries(
     layout: Layout, entries: Mapping[str, Any], start: int, stop: int
 ) -> dict[str, NDArray[np.uint8]]:
-    """Return ``entries`` as host arrays after checking that they are the whole of ``[start, stop)``.
+    """Return entries of tokens ``[start, stop)`` as host arrays, checked against the layout.
 
     Raises:
-        ValueError: naming the group, what was expected and what was found.
+        ValueError: naming the group, the expected shape or type, and the one found.
     """
     groups = {group.name: group for group in layout.global_groups}
     given: object = entries
@@ -84,5 +95,5 @@ def _on_host(name: str, array: Any) -> NDArray[np.uint8]:
         msg = f"entries of group {name!r}: expected a numpy array or a torch tensor, found {type(array).__name__}"
         raise ValueError(msg)
     if found.ndim and found.strides[-1] != 1:
-        found = np.ascontiguousarray(found)  # frames copy an entry's bytes as one item
+        found = np.ascontiguousarray(found)  # an entry's bytes must be contiguous
     return found

@@ -1,6 +1,6 @@
-"""Saves out of an engine's pages and loads into them, in background threads.
+"""Background saves from an engine's pages and loads into them.
 
-It knows prefixes, pages and tiers. What it copies was decided by a lookup, or by the engine.
+A lookup or the engine has decided which blocks to copy.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.entries import Stored
-from kvstore.cache.match import Hold
-from kvstore.cache.reading import Limits
+from kvstore.cache.entries import Stored, StoreOptions
+from kvstore.cache.leases import Leases
+from kvstore.cache.match import PinSet
+from kvstore.cache.reading import HostReads, Limits
+from kvstore.cache.writes import Writes
 from kvstore.frame.format import Frames
 from kvstore.frame.geometry import Wave
 from kvstore.identity.chain import Prefix
@@ -28,35 +31,34 @@ from kvstore.transfer.job import Job
 from kvstore.transfer.tasks import TaskThread
 
 if TYPE_CHECKING:
-    from kvstore.tier.paged import PagedEntries
+    from kvstore.tier.engine_copy import PagedEntries
 
 STAGING_BYTES = 64 << 20
-"""Most host memory that a job takes at a time, if one block fits: above the sizes at which larger
-copies gain nothing, far below what an engine leaves free."""
+"""Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far
+more memory free."""
 POLL_SECONDS = 0.02
-"""How often one that waits for an event looks whether it was cancelled: soon enough for a request that
-is over, too seldom to cost anything."""
+"""Interval at which a wait for an event checks for cancellation."""
 QUEUED_JOBS = 256
-"""Most jobs that wait for a thread. One holds references and no copies; vLLM runs at most 256
-requests at a time by default, so one of each fits."""
+"""Most jobs in the queue of a thread. A job holds references and no copies. vLLM runs at most 256
+requests at a time by default, so one job of each fits."""
 
 
 class DeviceEvent(Protocol):
-    """Something that a device reaches, such as ``torch.cuda.Event``."""
+    """An event of a device, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> object:
-        """Return when it was reached."""
+        """Return when the device has reached the event."""
         ...
 
 
 Event = threading.Event | DeviceEvent
-"""What must have happened before an engine's pages may be read, or written."""
+"""An event after which an engine's pages may be read or written."""
 
 
 def await_event(event: Event | None, job: Job | None = None, deadline: float = math.inf) -> bool:
-    """Wait until an engine is through with its pages; say whether it is, within the deadline.
+    """Wait for an event; say whether it happened within the deadline and ``BARRIER_SECONDS``.
 
-    A job that is cancelled does not wait on, unless a device is to be reached: that cannot be left.
+    Cancelling ``job`` ends the wait, except for a device's event, whose wait cannot be interrupted.
     """
     if isinstance(event, threading.Event):
         for _ in range(math.ceil(BARRIER_SECONDS / POLL_SECONDS)):
@@ -70,89 +72,37 @@ def await_event(event: Event | None, job: Job | None = None, deadline: float = m
     return True
 
 
-class Tiers(Protocol):
-    """What jobs need of the tiers."""
-
-    context: Context
-    format: Frames
-
-    @property
-    def is_owner(self) -> bool:
-        """Say whether this process writes."""
-        ...
-
-    def known_blocks(self, prefix: Prefix, /) -> int:
-        """Return how many leading blocks are stored or queued."""
-        ...
-
-    def store(
-        self,
-        prefix: Prefix,
-        namespace: Mapping[str, Any],
-        entries: Mapping[str, NDArray[np.uint8]],
-        start: int,
-        *,
-        wait: float,
-        ttl: float | None,
-        is_pinned: bool,
-    ) -> Stored:
-        """Queue blocks."""
-        ...
-
-    def begin_read(
-        self,
-        prefix: Prefix,
-        resident: Mapping[str, int],
-        first: int,
-        stop: int,
-        entries: Mapping[str, NDArray[np.uint8]],
-        /,
-        *,
-        wave: Wave | None = None,
-        limits: Limits | None = None,
-    ) -> Callable[[], int]:
-        """Begin to copy verified blocks to host entries; return what waits and says where it ended."""
-        ...
-
-    def release(self, hold: Hold, /) -> None:
-        """Give back what a hold pins."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Blocks of tokens ``[start, len(prefix.hashes) * block_tokens)`` on their way out of pages."""
+    """A save of tokens ``[start, len(prefix.hashes) * block_tokens)`` from pages."""
 
     prefix: Prefix
-    namespace: Mapping[str, Any]
     source: PagedEntries
     start: int
     after: Event | None
-    wait: float
-    ttl: float | None
-    is_pinned: bool
+    options: StoreOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Entries of tokens ``[start, stop)`` on their way into pages, pinned by ``hold``."""
+    """A load of entries of tokens ``[start, stop)`` into pages; ``pins`` protect the blocks."""
 
     prefix: Prefix
     resident: Mapping[str, int]
     target: PagedEntries
     start: int
     stop: int
-    """Where a block ends, as every hit does."""
-    hold: Hold
+    """A block boundary, as the end of every hit."""
+    pins: PinSet
     after: Event | None = None
-    """What the pages wait for: until then they are another's."""
+    """Event before which the pages must not be written."""
     deadline: float = math.inf
-    """Of ``time.monotonic``."""
+    """By ``time.monotonic``."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """What a load reads at a time: blocks ``[first, stop)`` of a wave."""
+class _Chunk:
+    """One step of a load: blocks ``[first, stop)`` of the layers of a wave."""
 
     wave: Wave
     first: int
@@ -160,58 +110,71 @@ class _Piece:
 
 
 class Jobs:
-    """The background of one open store: a thread for saves and one for loads, made when first used.
+    """Background jobs of one open store: one thread for saves and one for loads, made on first use.
 
-    Two, so that a load that a request waits for never queues behind saves that nobody waits for.
+    Requests wait for loads and not for saves, so a load never queues behind a save.
+
+    Threads: any.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-        self._block_tokens = tiers.format.block_tokens
-        self._chunk = max(1, STAGING_BYTES // tiers.format.payload_bytes)
+    def __init__(
+        self,
+        context: Context,
+        frame_format: Frames,
+        reads: HostReads,
+        writes: Writes,
+        leases: Leases,
+    ) -> None:
+        self._context = context
+        self._format = frame_format
+        self._reads = reads
+        self._writes = writes
+        self._leases = leases
+        self._block_tokens = frame_format.block_tokens
+        self._save_blocks = max(1, STAGING_BYTES // frame_format.payload_bytes)
         self._threads: dict[str, TaskThread] = {}
         self._lock = threading.Lock()
         self._is_closing = False
 
     def _submit(self, name: str, task: Callable[[], None]) -> bool:
-        """Give a task to the thread of that name; say whether it was taken."""
+        """Queue a task for the thread of that name; say whether there was room."""
         with self._lock:
-            if self._is_closing:  # also for a caller that was asked in before: no thread is made
+            if self._is_closing:
                 return False
             if name not in self._threads:
-                unharmed(lambda: self._make_thread(name))
+                unharmed(partial(self._make_thread, name))
             return self._threads[name].submit(task)
 
     def _make_thread(self, name: str) -> None:
         self._threads[name] = TaskThread(f"kvstore-{name}", QUEUED_JOBS)
 
     def save(self, save: Save) -> Job:
-        """Start a save. One that comes too late, or finds the queue full, is dropped and counted."""
+        """Start a save. After ``close``, or with a full queue, it is dropped and counted."""
         job = Job()
-        if not self._submit("save", lambda: job.run(lambda job: self._save(job, save))):
+        if not self._submit("save", partial(job.run, partial(self._save, save=save))):
             count = len(save.prefix.hashes) - save.start // self._block_tokens
-            self._tiers.context.count_drop("closed" if self._is_closing else "queue_full", count)
+            self._context.count_drop("closed" if self._is_closing else "queue_full", count)
             job.stored = Stored(save.start, 0, count)
             job.finish()
         return job
 
     def load(self, load: Load) -> Job:
-        """Start a load. One that comes too late, or finds the queue full, delivers nothing."""
-        groups = self._tiers.format.layout.global_groups
+        """Start a load. After ``close``, or with a full queue, it loads nothing."""
+        groups = self._format.layout.global_groups
         job = Job([(group.name, layer) for group in groups for layer in group.layers])
-        if not self._submit("load", lambda: job.run(lambda job: self._load(job, load))):
-            self._tiers.release(load.hold)
+        if not self._submit("load", partial(job.run, partial(self._load, load=load))):
+            self._leases.release(load.pins)
             self._conclude(job, load, load.start)
             job.finish()
         return job
 
     def drain(self) -> None:
-        """Return when every save begun before has offered its blocks."""
+        """Wait until every save begun before has offered its blocks."""
         if "save" in self._threads:
             self._threads["save"].drain()
 
     def close(self) -> None:
-        """Finish what waits and stop the threads."""
+        """Finish queued jobs and stop the threads."""
         with self._lock:
             self._is_closing = True
         for thread in self._threads.values():
@@ -222,17 +185,17 @@ class Jobs:
         first = save.start // size
         if job.is_cancelled or not await_event(save.after, job):
             if not job.is_cancelled:
-                self._tiers.context.count_drop("not_written", stop - first)
+                self._context.count_drop("not_written", stop - first)
             job.stored = Stored(save.start, 0, stop - first)
             return
-        known = min(stop, self._tiers.known_blocks(save.prefix))
-        if known < first or not self._tiers.is_owner:  # refused whatever the entries: copy none
-            job.stored = self._store(save, save.prefix, {})
+        known = min(stop, self._writes.known_blocks(save.prefix))
+        if known < first or not self._writes.is_owner:  # refused whatever the entries: copy none
+            job.stored = self._store(save, save.prefix, {}, save.start)
             return
-        at = begin = max(first, known)  # what is there already is not copied out of the pages
+        at = begin = max(first, known)  # known blocks are not copied from the pages
         end, present = at * size, begin - first
         while not job.is_cancelled:
-            until = min(stop, at + self._chunk)
+            until = min(stop, at + self._save_blocks)
             with job.copying() as may_copy:
                 if not may_copy:
                     break
@@ -244,84 +207,74 @@ class Jobs:
         job.stored = Stored(end, present, stop - end // size)
 
     def _store(
-        self,
-        save: Save,
-        prefix: Prefix,
-        entries: Mapping[str, NDArray[np.uint8]],
-        start: int | None = None,
+        self, save: Save, prefix: Prefix, entries: Mapping[str, NDArray[np.uint8]], start: int
     ) -> Stored:
-        return self._tiers.store(
-            prefix,
-            save.namespace,
-            entries,
-            save.start if start is None else start,
-            wait=save.wait,
-            ttl=save.ttl,
-            is_pinned=save.is_pinned and len(prefix.hashes) == len(save.prefix.hashes),
+        is_last = len(prefix.hashes) == len(save.prefix.hashes)
+        is_pinned = save.options.is_pinned and is_last
+        return self._writes.store(
+            prefix, entries, start, replace(save.options, is_pinned=is_pinned)
         )
 
     def _load(self, job: Job, load: Load) -> None:
-        """Bring wave after wave, each of all blocks: while one piece is copied the next one is read.
+        """Load wave after wave, each of all blocks: one chunk is read while the last one is copied.
 
-        A block that turns out bad ends what counts, also where earlier waves had it. With a deadline
-        there is one wave, of all layers, so that what came in time is of use. The first piece is read
-        while the pages are not ours yet, and copied when they are.
+        A bad block ends the result, also where earlier waves had it. With a deadline there is one
+        wave of all layers, so that the blocks in time are usable. The first chunk is read before
+        ``after`` happens, and copied then.
         """
-        size, frames = self._block_tokens, self._tiers.format
+        size = self._block_tokens
         first, end = load.start // size, load.stop // size
-        waves = frames.waves(end - first) if load.deadline == math.inf else (frames.whole,)
-        pieces = [piece for wave in waves for piece in self._pieces(wave, first, end)]
-        sizes = [(piece.stop - piece.first) * piece.wave.block_bytes for piece in pieces]
-        most = max(sizes, default=0)
-        stages = [_Stage(frames, most) for _ in pieces[:2]]
+        is_timed = load.deadline < math.inf
+        waves = (self._format.whole,) if is_timed else self._format.waves(end - first)
+        chunks = [chunk for wave in waves for chunk in _chunks(wave, first, end)]
+        most = max(
+            ((chunk.stop - chunk.first) * chunk.wave.block_bytes for chunk in chunks), default=0
+        )
+        stages = [_Stage(self._format, most) for _ in chunks[:2]]
         limits = Limits(load.deadline, lambda: job.is_cancelled)
         done, underway = load.start, None
         try:
-            for number, piece in enumerate([*pieces, None]):
+            for number, chunk in enumerate([*chunks, None]):
                 begun = None
-                if piece is not None and piece.first < end and not job.is_cancelled:
-                    stop = min(piece.stop, end)
-                    room = stages[number % 2].room(piece.wave, stop - piece.first)
-                    wait = self._tiers.begin_read(
-                        *(load.prefix, load.resident, piece.first, stop, room),
-                        wave=piece.wave,
+                if chunk is not None and chunk.first < end and not job.is_cancelled:
+                    stop = min(chunk.stop, end)
+                    room = stages[number % 2].room(chunk.wave, stop - chunk.first)
+                    reading = self._reads.begin(
+                        *(load.prefix, load.resident, chunk.first, stop, room),
+                        wave=chunk.wave,
                         limits=limits,
                     )
-                    begun = piece, room, wait
+                    begun = chunk, reading
                 if underway is not None:
-                    before, room, wait = underway
-                    have = wait()
+                    before, reading = underway
+                    have = self._reads.finish(reading)
                     end = min(end, have) if have < before.stop else end
                     until = min(have, end) * size
-                    if self._copy(job, load, before, room, until) and before.wave is waves[-1]:
+                    is_copied = self._copy(job, load, before, reading.entries, until)
+                    if is_copied and before.wave is waves[-1]:
                         done = max(done, until)
                 elif not await_event(load.after, job, load.deadline):
                     end = first
                 underway = begun
         finally:
-            self._tiers.release(load.hold)
+            self._leases.release(load.pins)
             self._conclude(job, load, done)
-
-    def _pieces(self, wave: Wave, first: int, stop: int) -> list[_Piece]:
-        """Cut blocks ``[first, stop)`` of a wave into pieces that each fit into half of the memory."""
-        step = max(1, STAGING_BYTES // 2 // max(1, wave.block_bytes))
-        return [_Piece(wave, at, min(stop, at + step)) for at in range(first, stop, step)]
 
     def _copy(
         self,
         job: Job,
         load: Load,
-        piece: _Piece,
+        chunk: _Chunk,
         entries: Mapping[str, NDArray[np.uint8]],
         until: int,
     ) -> bool:
-        """Copy a piece's tokens below ``until`` layer by layer; say whether all of them were."""
-        base = piece.first * self._block_tokens
+        """Copy a chunk's tokens below ``until`` layer by layer; say whether all were copied."""
+        base = chunk.first * self._block_tokens
         begin = max(load.start, base)
         if until <= begin:
             return False
         is_last = until == load.stop
-        for layer, group, row in _in_order(self._tiers.format.layout, piece.wave):
+        for layer, group, row in _in_order(self._format.layout, chunk.wave):
             ratio = group.tokens_per_entry
             rows = entries[group.name][row, (begin - base) // ratio : (until - base) // ratio]
             with job.copying() as may_copy:
@@ -338,15 +291,21 @@ class Jobs:
         job.failed_blocks = tuple(range(done // size, load.stop // size))
 
 
+def _chunks(wave: Wave, first: int, stop: int) -> list[_Chunk]:
+    """Cut blocks ``[first, stop)`` of a wave into chunks of at most half the staging memory."""
+    step = max(1, STAGING_BYTES // 2 // max(1, wave.block_bytes))
+    return [_Chunk(wave, at, min(stop, at + step)) for at in range(first, stop, step)]
+
+
 class _Stage:
-    """Host memory that pieces of a load pass through, one after the other."""
+    """A host buffer that chunks of a load use one after the other."""
 
     def __init__(self, frames: Frames, size: int) -> None:
         self._frames = frames
         self._memory = np.empty(size, np.uint8)
 
     def room(self, wave: Wave, blocks: int) -> dict[str, NDArray[np.uint8]]:
-        """Return room for the entries of some blocks of a wave; it takes the place of the last one."""
+        """Return arrays for entries of some blocks of a wave; they reuse the last call's memory."""
         found, at = {}, 0
         for name, shape in self._frames.empty(0, wave).items():
             layers, _, entry_bytes = shape.shape
@@ -358,7 +317,7 @@ class _Stage:
 
 
 def _in_order(layout: Layout, wave: Wave) -> list[tuple[int, LayerGroup, int]]:
-    """Return the layers of a wave with their groups, and their rows in the group's entries, in order."""
+    """Return ``(layer, group, row in the group's entries)`` of a wave's layers, in layer order."""
     return sorted(
         (
             (layer, group, row)

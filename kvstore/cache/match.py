@@ -1,11 +1,10 @@
-"""Matches and page tables: what a lookup and a load hand back, and what they protect."""
+"""Matches of lookups and page tables of loads, with the pin sets that protect their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,95 +12,83 @@ from numpy.typing import NDArray
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.index import plan
-from kvstore.index.prefix_tree import Segment
-from kvstore.layout import Layout
+from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.layout.replay import WindowSnapshot
-from kvstore.tier.pages import Pages
+from kvstore.tier.engine_pages import Pages
+
+if TYPE_CHECKING:
+    from kvstore.cache.device_cache import DeviceCache
+    from kvstore.cache.lookups import Lookups
+
+RequestKey = tuple[BlockHash, str]
+"""A request id with its namespace's root: tenants may use the same ids."""
 
 
 @dataclass(slots=True)
-class Hold:
-    """What a match protects from eviction until it is released."""
+class PinSet:
+    """Blocks and a window that a match protects from eviction until release."""
 
-    segments: list[tuple[Any, Segment]] = field(default_factory=list)
-    """Pinned segments with the index that each belongs to."""
+    segments: list[tuple[PrefixIndex, Segment]] = field(default_factory=list)
+    """Pinned segments, each with its index."""
     snapshot: WindowSnapshot | None = None
     expires: float = 0.0
-    request: tuple[BlockHash, str] | None = None
-    """The namespace and request id that stand for it as long as it lasts."""
-    private_pages: list[int] = field(default_factory=list)
-    """Device pages that nobody else knows of."""
+    """End of the lease by the store's clock; ``NEVER`` for a pin."""
+    request: RequestKey | None = None
+    """The request id that returns the same match until release."""
     is_released: bool = False
 
 
-class Keeper(Protocol):
-    """Who keeps what a match found, and lets go of it again."""
+@dataclass(slots=True)
+class PagePins:
+    """Pages of the device tier that one ``PinnedPages`` protects until release."""
 
-    layout: Layout
-
-    def enter(self, match: Match, /) -> None:
-        """Turn the match's lease into a pin."""
-        ...
-
-    def leave(self, match: Match, /) -> None:
-        """Drop the match's pin."""
-        ...
-
-    def release(self, hold: Hold, /) -> None:
-        """Give back every pin of a hold."""
-        ...
-
-    def window_at(self, match: Match, /) -> WindowSnapshot | None:
-        """Return the pooled window of a match whose hit became shorter."""
-        ...
-
-    def is_worth_loading(self, match: Match, /) -> bool:
-        """Weigh the load of a match against computing it."""
-        ...
+    segments: list[Segment] = field(default_factory=list)
+    """Pinned segments of the device tier's index."""
+    private: list[int] = field(default_factory=list)
+    """Allocated pages that no lookup finds."""
+    is_released: bool = False
 
 
 class Match:
-    """The longest reusable prefix of a request, and what an engine needs to use it.
+    """The longest reusable prefix of a request, as ``lookup`` found it.
 
-    ``lookup`` takes a lease on what it found; entering the match turns the lease into a pin, and
-    leaving drops it. A match belongs to one thread.
+    ``lookup`` leases its blocks, so they cannot be evicted before they are loaded. Entering the
+    match turns the lease into a pin; leaving it drops the pin.
+
+    Threads: one at a time.
     """
 
     def __init__(
         self,
-        keeper: Keeper,
+        lookups: Lookups,
         prefix: Prefix,
         resident: dict[str, int],
         hit_tokens: int,
         snapshot: WindowSnapshot | None,
-        hold: Hold | None,
+        pins: PinSet | None,
         request_id: str | None,
         *,
         needs_window: bool = False,
     ) -> None:
-        self._keeper = keeper
+        self.lookups = lookups
         self.prefix = prefix
         self.resident_blocks = resident
         """Leading blocks in each tier, nearest tier first."""
         self.hit_tokens = hit_tokens
-        """H: tokens whose GLOBAL entries are at hand; a bad block found later shortens it."""
+        """H, the length of the hit in tokens. A bad block found by a later read shortens it."""
         self.snapshot = snapshot
-        self.hold = hold
+        self.pins = pins
         self.request_id = request_id
         self.needs_window = needs_window
-        """Whether a hit without its window is of no use, because the engine cannot replay."""
+        """Whether a hit counts only with its window, because the engine cannot replay."""
         self.entered = 0
-        """How often it was entered and not left again."""
+        """Number of entries without an exit yet."""
         self.pages: PinnedPages | None = None
-        """What ``load`` made of it."""
-
-    def is_of(self, keeper: Keeper) -> bool:
-        """Say whether ``keeper`` found it."""
-        return self._keeper is keeper
+        """Pages of the last ``load``."""
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """The request's token ids."""
+        """The request's token ids, uint32 ``[tokens]``."""
         return self.prefix.tokens
 
     @property
@@ -115,57 +102,51 @@ class Match:
 
     @property
     def window_hit(self) -> bool:
-        """Say whether the pool holds the window that ends at the hit."""
+        """Whether the pool holds the window that ends at H."""
         return self.snapshot is not None and self.snapshot.stop == self.hit_tokens > 0
 
     @property
     def floors(self) -> plan.Floors:
-        """The four floors together."""
+        """The four token positions below as one value."""
         start = self.snapshot.start if self.snapshot is not None and self.window_hit else None
-        return plan.floors(self.hit_tokens, self._keeper.layout.window_tokens, start)
+        return plan.floors(self.hit_tokens, self.lookups.window_tokens, start)
 
     @property
     def replay_start(self) -> int:
-        """Tokens ``[replay_start, H)`` must run again for their window KV; H when none must."""
+        """The engine reruns tokens ``[replay_start, H)`` to rebuild window KV; H if none."""
         return self.floors.replay_start
 
     @property
     def read_floor(self) -> int:
-        """Window rows exist from here."""
+        """First token whose window rows exist."""
         return self.floors.read_floor
 
     @property
     def write_floor(self) -> int:
-        """Global entries below it are settled: rows run again below it overwrite nothing."""
+        """GLOBAL entries of tokens below it are final: a replay must not overwrite them."""
         return self.floors.write_floor
 
     @property
     def window_write_floor(self) -> int:
-        """Window rows below it are settled."""
+        """Window rows of tokens below it are final."""
         return self.floors.window_write_floor
 
     @property
     def worth_loading(self) -> bool:
-        """Say whether using the hit is cheaper than computing it again, by measured speeds."""
-        return self._keeper.is_worth_loading(self)
+        """Whether loading the hit is faster than computing it, by the speeds measured so far."""
+        return self.lookups.is_worth_loading(self)
 
     def shrink(self, hit_tokens: int) -> None:
-        """Note that only ``hit_tokens`` could be had."""
+        """Shorten the hit to ``hit_tokens``, or less where a window is needed."""
         if hit_tokens < self.hit_tokens:
-            self.hit_tokens = hit_tokens
-            self.snapshot = self._keeper.window_at(self)
+            self.lookups.shrink(self, hit_tokens)
 
-    def __enter__(self) -> Match:
-        self._keeper.enter(self)
+    def __enter__(self) -> Self:
+        self.lookups.enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._keeper.leave(self)
+    def __exit__(self, *error: object) -> None:
+        self.lookups.leave(self)
 
     def __repr__(self) -> str:
         return (
@@ -175,50 +156,41 @@ class Match:
 
 
 class PinnedPages(Pages):
-    """Pages of the device tier, with a pin of their own.
+    """Pages of the device tier with a pin of their own.
 
-    They stay until ``release``, however long, also after the match that they were loaded for has
-    been left. Those that ``device.allocate`` gave are private until they are published.
+    The pin lasts until ``release``, also after the match was left. Pages of ``device.allocate`` are
+    private until ``publish``.
     """
 
     def __init__(
         self,
-        keeper: Keeper,
-        hold: Hold,
+        device: DeviceCache,
+        pins: PagePins,
         *,
         page_ids: Any,
         tokens: int,
         tensors: Mapping[str, Any],
     ) -> None:
         super().__init__(tensors, page_ids)
-        self._keeper = keeper
+        self.device = device
         self.tokens = tokens
-        """Leading tokens in the pages; those that they have room for, if they are private."""
-        self.hold = hold
-
-    def is_of(self, keeper: Keeper) -> bool:
-        """Say whether they are pages of ``keeper``."""
-        return self._keeper is keeper
+        """Leading tokens in the pages; of private pages, the tokens that fit."""
+        self.pins = pins
 
     @property
     def is_released(self) -> bool:
-        """Say whether the pin was dropped, so that the pages may hold anything."""
-        return self.hold.is_released
+        """Whether the pin was dropped, so that the pages may hold other blocks."""
+        return self.pins.is_released
 
     def release(self) -> None:
-        """Drop the pin; private pages are free again. Idempotent.
+        """Drop the pin and free private pages. Idempotent.
 
-        Other blocks may be written to them at once: a device must have run what reads them.
+        The pages may be overwritten at once: the device must have run every kernel that reads them.
         """
-        self._keeper.release(self.hold)
+        self.device.release(self.pins)
 
-    def __enter__(self) -> PinnedPages:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

@@ -1,4 +1,4 @@
-"""Wiring: options to objects. The only place that knows which implementation stands for what."""
+"""The public prefix cache: its options, their checks, and the wiring of options to objects."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixCache(Scope, Sharing):
-    """The scope that opened a store: what an engine holds.
+    """A persistent KV cache for token prefixes: one open store, as one namespace sees it.
 
-    A context manager; leaving it flushes and closes. One that is dropped without ``close`` is closed
-    in the background, with the last of its scopes. Opening the same directory again in one
-    process shares the first opening, counted; options that differ from the first one's are refused.
+    A context manager that flushes and closes on exit. A cache that is dropped without ``close`` is
+    closed in the background, once its last scope is dropped. A second opening of the same directory
+    in one process shares the first one; options that differ from it are refused.
     """
 
     @classmethod
@@ -75,69 +75,54 @@ class PrefixCache(Scope, Sharing):
         policy: str | Policy[Any] | None = None,
         request_share: float | None = None,
     ) -> Self:
-        """Open the store in directory ``path``, creating it if need be.
+        """Open the store in directory ``path``; create it if the directory holds none.
 
-        An option of None is left out. Then it has its default (:class:`PrefixOptions`), or in a
-        store that this process has open already, its value there. One that is given and differs
-        there is refused.
+        An option of None has its default (:class:`PrefixOptions`), or the value in force if this
+        process has the store open.
+
+        Options:
+            ``block_tokens``: tokens per block. ``ssd_bytes``: hard cap of the store's file.
+            ``device``, ``device_bytes``: torch device and capacity of the device tier; 0 for none. Both
+            need the extra ``torch``; without it there is no device tier, and ``load`` raises.
+            ``window_bytes``, ``window_ttl``: capacity of the window pool, 0 for none, and seconds
+            until a window expires. ``window_rows``: rows kept of a window (default W; with 2W - 2
+            every continuation is exact).
+            ``role``: ``"auto"`` owns the store unless another process does, else reads it.
+            ``clock``: replaces the system's clocks for leases and expiries. Expiries survive a
+            restart, so it must continue from its last value.
+            ``preallocate``: allocate all disk space now. ``debug``: poison window rows on free.
+            ``ssd_formats``: quantize float entries at rest, as ``{"v": "nvfp4"}`` or one format for
+            all GLOBAL groups; reads return the dequantized values in the layout's format. ``"zstd"``
+            compresses without loss, in blocks a page smaller for it. docs/quality.md has the costs.
+            ``error_budget``: highest relative root-mean-square error of a group in a quantized
+            block. A block above it, or with a NaN or an infinity, is stored unquantized.
+            ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background,
+            0 for never. Bad blocks are removed with their descendants, and counted.
+            ``read_threads``: threads of one read, its caller included (default: one per processor, at
+            most 4).
+            ``ssd_quota``: cap of this ``namespace``'s bytes on SSD; see ``scope``.
+            ``secret``: hash under a random secret in the store's directory, so that prompts cannot
+            be confirmed by their hashes. Fixed when the store is made.
+            ``policy``: eviction order on SSD: a name of ``kvstore policies``, or an object with the
+            methods of ``kvstore.policy.protocol.Policy`` for this store alone. Its state does not
+            survive a restart. If it raises or chooses no evictable segment, LRU replaces it until
+            the store is reopened: counted as ``policy_errors``, logged once, an alarm in ``stats``.
+            ``request_share``: largest part of the tier that the blocks of one request may take.
 
         Units:
-            Sizes are bytes or text such as ``"4GiB"``; ``window_ttl`` is seconds of ``clock``.
-
-        ``ssd_bytes`` is the hard cap of the file. ``role="auto"`` owns the store if nobody does
-        and reads it otherwise. ``window_rows`` is how many rows of a snapshot are kept (default W;
-        2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
-        Both need the extra ``torch``; without it a cache has no device tier, and ``load`` raises.
-        ``clock`` replaces the system's for leases and for every time to live; blocks with one keep
-        their expiry across restarts, so such a clock must go on where it stopped.
-        ``ssd_formats`` packs float entries at rest: ``{"v": "nvfp4"}``, or one name for every GLOBAL
-        group. Entries still go in and come out as the layout says, but what comes out is what packing
-        left of them. ``error_budget`` is the most that a block may lose, as the relative
-        root-mean-square error of any group; above it, and with a NaN or an infinity, the block is
-        stored as it is. The format ``"zstd"`` loses nothing: a group that it names is compressed, in
-        blocks that are a page smaller for it. docs/quality.md has what each saves and costs.
-        ``scrub_bytes_per_second`` lets the owner read and check every block in turn, in the
-        background, at that rate, as bytes or text such as ``"10MiB"``, past the kernel's cache where
-        it can; 0 does not. Bad blocks are removed with what hangs on them, and counted.
-        ``read_threads`` share a load, its caller included: by default as many as there are processors,
-        at most 4. ``ssd_quota`` caps what this ``namespace`` holds on SSD, within the store's cap; see
-        ``scope``, which takes one for each.
-        ``secret`` hashes under a random secret, in a file of the store's directory, so that nobody who
-        knows a prompt knows its hashes; a store is made with or without one, for good.
-        ``policy`` orders eviction from SSD: a name that ``kvstore policies`` lists, or an object like
-        ``kvstore.policy.protocol.Policy`` that no other store has. What it knew beyond the order of use
-        is gone after a restart. One that raises, or names nothing that may go, is replaced by LRU until
-        the store is reopened: counted as ``policy_errors``, logged once, and an alarm in ``stats``.
-        ``preallocate`` takes the disk space now, all of it or none. ``debug`` poisons window rows when they are freed.
+            Sizes are bytes or text such as ``"4GiB"``.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
-                from those with which this process has the store open; each is named.
-            LayoutMismatch: if the store holds blocks of another layout, has a secret and is opened
-                without or the other way round, or is open in this process with other groups of
-                any lifetime; it is left untouched.
+                from those of the store as this process has it open; each is named.
+            LayoutMismatch: if the store holds blocks of another layout, was made with a secret and
+                is opened without or vice versa, or is open in this process with other groups; it is
+                left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
-            StoreError: if ``path`` is not a store, or a reader finds none.
+            StoreError: if ``path`` is not a store, or ``role="reader"`` and there is none.
         """
-        given: dict[str, Any] = {
-            "block_tokens": block_tokens,
-            "ssd_bytes": ssd_bytes,
-            "device": device,
-            "device_bytes": device_bytes,
-            "window_bytes": window_bytes,
-            "window_ttl": window_ttl,
-            "window_rows": window_rows,
-            "clock": clock,
-            "preallocate": preallocate,
-            "debug": debug,
-            "ssd_formats": ssd_formats,
-            "error_budget": error_budget,
-            "scrub_bytes_per_second": scrub_bytes_per_second,
-            "read_threads": read_threads,
-            "secret": secret,
-            "policy": policy,
-            "request_share": request_share,
-        }
+        values = locals()
+        given = {name: values[name] for name in _CHECKS}
         whose: object = namespace
         if not isinstance(whose, Namespace):
             msg = f"namespace must be a kvstore.Namespace, found {brief(namespace)}"
@@ -161,15 +146,15 @@ class PrefixCache(Scope, Sharing):
 
 
 READ_THREADS = 4
-"""Most threads of a load by default: of four, each reading its next run, a disk has 128 blocks to
-work on; more would take processors from the engine."""
+"""Most threads of a read by default: four keep 128 blocks in flight on the disk; more would take
+processors from the engine."""
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
-"""Kinds of devices in torch's names; checked here, because torch is imported with the first load."""
+"""Device types of torch, checked here because torch is imported with the first load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """Options of one opening, checked: sizes in bytes, and the default of each that was left out."""
+    """Checked options of one opening, with defaults: sizes in bytes."""
 
     layout: Layout
     window_rows: int
@@ -196,10 +181,10 @@ class PrefixOptions:
     def of(
         cls, layout: Layout | str | Path | Mapping[str, Any], given: Mapping[str, Any]
     ) -> PrefixOptions:
-        """Return checked options; one that is None in ``given`` was left out.
+        """Return checked options; None in ``given`` means the default.
 
         Raises:
-            ConfigError: naming an option that cannot work, whatever lies at the path.
+            ConfigError: naming an option that cannot work.
         """
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
         checked: dict[str, Any] = {"window_rows": model_layout.window_tokens}
@@ -217,8 +202,8 @@ class PrefixOptions:
             raise ConfigError(msg)
         if options.error_budget != math.inf and not loses(options.ssd_formats):
             msg = (
-                f"error_budget is {options.error_budget}, but nothing is packed: name ssd_formats "
-                "that lose"
+                f"error_budget is {options.error_budget}, but no format at rest is lossy: name one in "
+                "ssd_formats, or leave error_budget out"
             )
             raise ConfigError(msg)
         if ("device" in checked or checked.get("device_bytes")) and not has_torch():
@@ -228,14 +213,14 @@ class PrefixOptions:
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed at rest, None if they are not."""
+        """How blocks are quantized or compressed at rest; None if they are not."""
         return Packing(dict(self.ssd_formats), self.error_budget) if self.ssd_formats else None
 
 
 def _opening(
     directory: Path, role: Literal["auto", "owner", "reader"], options: PrefixOptions
 ) -> tuple[SsdOptions, Callable[[SsdTier], SharedTiers]]:
-    """Return how the tier of a directory is opened, and what builds an open store on it."""
+    """Return the options of the SSD tier, and a function that builds the open store on it."""
     packing = options.packing
     frame_format = frames_of(options.layout, options.block_tokens, packing)
 
@@ -278,7 +263,7 @@ def _opening(
 
 
 def _device(value: object, name: str) -> str:
-    """Return a device's name. Raises ``ConfigError`` for one that torch does not know."""
+    """Return a device's name. Raises ``ConfigError`` for a type that torch does not know."""
     device = text(value, name, ConfigError)
     if re.fullmatch(rf"({'|'.join(DEVICES)})(:[0-9]{{1,3}})?", device) is None:
         msg = f"{name} must be one of {', '.join(DEVICES)}, perhaps with a number such as 'cuda:0', found {brief(value)}"
@@ -287,7 +272,7 @@ def _device(value: object, name: str) -> str:
 
 
 def _clock(value: object, name: str) -> Callable[[], float]:
-    """Return a clock. Raises ``ConfigError`` for what cannot be called."""
+    """Return a clock. Raises ``ConfigError`` if it is no function."""
     if not callable(value):
         msg = f"{name} must be a function that returns seconds, found {brief(value)}"
         raise ConfigError(msg)
@@ -295,7 +280,7 @@ def _clock(value: object, name: str) -> Callable[[], float]:
 
 
 def _formats(value: object, name: str) -> Mapping[str, str] | str:
-    """Return formats at rest by group, or the one of all. Raises ``ConfigError``."""
+    """Return formats at rest by group, or one for all groups. Raises ``ConfigError``."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping) or not all(
@@ -307,7 +292,7 @@ def _formats(value: object, name: str) -> Mapping[str, str] | str:
 
 
 def _budget(value: object, name: str) -> float:
-    """Return an error budget. Raises ``ConfigError`` for what cannot be one."""
+    """Return an error budget. Raises ``ConfigError`` below 0."""
     budget = number(value, name, "a relative error of at least 0", ConfigError)
     if budget < 0:
         msg = f"{name} must be a relative error of at least 0, found {brief(value)}"
@@ -316,7 +301,7 @@ def _budget(value: object, name: str) -> float:
 
 
 def _policy(value: object, name: str) -> str | Policy[Any]:
-    """Return a policy's name, or a policy. Raises ``ConfigError`` for what is neither."""
+    """Return a policy or its name. Raises ``ConfigError`` for anything else."""
     if isinstance(value, str):
         if value not in POLICIES:
             msg = f"no policy named {value!r}; expected one of {', '.join(POLICIES)}, or an object"

@@ -1,8 +1,8 @@
-"""Verified blocks of a prefix out of the SSD tier, several runs at a time.
+"""Reads of verified blocks: from the SSD tier by several threads, and from all tiers to host arrays.
 
-A load of a long prefix is cut into runs. Threads take them in order, so that the disk always has
-the next ones to read while the last ones are checked and copied. Whatever is bad, late or cancelled
-ends what counts; runs behind it may have been copied in vain.
+A read of a long prefix is cut into runs. Threads take them in order, so the disk reads the next runs
+while the last ones are checked and copied. The first bad, late or cancelled block ends the result;
+later runs may have been copied in vain.
 """
 
 from __future__ import annotations
@@ -12,99 +12,105 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache.entries import Entries
 from kvstore.frame.format import Frames
 from kvstore.frame.geometry import Wave
 from kvstore.identity.chain import Prefix
-from kvstore.store.context import Context
-from kvstore.tier.ssd.tier import READ_BATCH, SsdTier
+from kvstore.index.prefix_tree import GONE, NEVER
+from kvstore.store.open_store import OpenStore
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+from kvstore.tier.ssd.tier import READ_BATCH
+from kvstore.tier.ssd.values import BUSY
 from kvstore.transfer.pool import ParallelTask, ThreadPool
 
+if TYPE_CHECKING:
+    from kvstore.cache.device_cache import DeviceCache
+    from kvstore.cache.match import Match
+
 RUN_BYTES = 16 << 20
-"""Most bytes of a run, if a block fits: blocks of 3 MB come 15 % faster than one at a time, and smaller
-runs let more threads share a load. docs/ssd.md."""
+"""Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than one block at a time, and
+small enough for several threads to share a load. docs/ssd.md."""
 RUNS_AHEAD = 2
-"""Runs that the disk is told of before their turn, for each thread: one that is being read and one
-that is not kept waiting."""
+"""Runs hinted to the kernel ahead of each thread: one in progress and one waiting."""
 FEW_BLOCKS = 4
-"""From here on blocks are read together: setting that up takes as long as to read three one by one."""
+"""Fewest blocks that are read as a run: the setup takes as long as reading three blocks singly."""
 
 Take = Callable[[int, memoryview], str | None]
-"""Given the number of a block and a copy of its frame, whose head is right, hand the payload out; say
-what is wrong with it, or None."""
+"""Copies out the payload of block ``number`` from a frame whose head is verified; returns its fault
+or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a read ends early."""
+    """Conditions that end a read early."""
 
     deadline: float = math.inf
-    """Of ``time.monotonic``. No run is begun after it."""
+    """By ``time.monotonic``. No run begins after it."""
     is_cancelled: Callable[[], bool] | None = None
     may_leave: bool = True
-    """Whether a run that is underway at the deadline, on a disk that hangs perhaps, may be left to
-    itself: it will still write to where it was asked to."""
+    """Whether the caller may return at the deadline while a run is in progress, as on a disk that
+    hangs. That run still writes to its target."""
 
     @classmethod
     def within(cls, seconds: float | None, *, may_leave: bool = True) -> Limits:
-        """Return limits that end so many seconds from now, or never."""
+        """Return limits that end ``seconds`` from now; None for never."""
         if seconds is None:
             return cls()
         return cls(time.monotonic() + seconds, may_leave=may_leave)
 
     @property
     def leaves(self) -> bool:
-        """Say whether the caller is back by a deadline, whatever the disk does."""
+        """Whether the caller returns at the deadline even if the disk hangs."""
         return self.may_leave and self.deadline < math.inf
 
     @property
     def is_late(self) -> bool:
-        """Say whether the deadline is past."""
+        """Whether the deadline is past."""
         return time.monotonic() >= self.deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A read underway; ``Reads.finish`` ends it."""
+    """A read in progress; ``SsdReads.finish`` ends it."""
 
     prefix: Prefix
     first: int
-    errand: ParallelTask
+    task: ParallelTask
     limits: Limits
     began: float
     faults: dict[int, str]
-    """What was wrong, by block. Those behind the first are not known to be more than its consequence."""
+    """Faults by block number. Only the first is certain; the others may be its consequences."""
 
 
-class Reads:
-    """How prefixes are read from one SSD tier.
+class SsdReads:
+    """Reads of prefixes from one SSD tier.
 
     Threads: any.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        frame_format: Frames,
-        ssd: SsdTier,
-        discard: Callable[[Prefix, int, str], None],
-        threads: int,
-    ) -> None:
-        """``discard`` is told of each bad block; ``threads`` read at once, their callers included."""
-        self._context = context
-        self._format = frame_format
-        self._ssd = ssd
-        self._discard = discard
-        self._crew = ThreadPool("kvstore-read", threads - 1)
+    def __init__(self, store: OpenStore, threads: int) -> None:
+        """``threads`` share a read, its caller included."""
+        self._store = store
+        self._context = store.context
+        self._format = store.format
+        self._ssd = store.ssd
+        self._pool = ThreadPool("kvstore-read", threads - 1)
         self._runs_ahead = RUNS_AHEAD * threads
 
     def close(self) -> None:
-        """Let the threads go."""
-        self._crew.close()
+        """Stop the threads."""
+        self._pool.close()
+
+    @property
+    def path(self) -> Path:
+        """Directory of the store."""
+        return self._ssd.path
 
     def into(
         self,
@@ -116,9 +122,9 @@ class Reads:
         wave: Wave | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` into a target of the frames that begins there.
+        """Begin to read blocks ``[first, stop)`` into a frame target that starts at block ``first``.
 
-        ``wave`` is the one that the target was made for, if it was.
+        ``wave`` names the layers of the target; None for all.
         """
         few = stop - first < FEW_BLOCKS and wave is None
         spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
@@ -128,7 +134,7 @@ class Reads:
 
         def take_many(size: int, start: int, i: int, file: int, offsets: NDArray[np.int64]) -> int:
             number = start + i
-            # Of each kind as many as there are threads that read here.
+            # One reader a thread: a reader serves one run at a time.
             reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
             ids = prefix.run_of_ids(number, len(offsets))
@@ -139,25 +145,24 @@ class Reads:
         is_part = wave is not None and wave != self._format.whole
         bounds = wave.bounds if wave is not None and is_part else None
         takers = {size: partial(take_many, size) for size in spare}
-        return self._begin(prefix, first, stop, take, takers, bounds, limits)
+        return self.each(prefix, first, stop, take, takers, bounds=bounds, limits=limits)
 
     def each(
-        self, prefix: Prefix, first: int, stop: int, take: Take, *, limits: Limits | None = None
-    ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` and give each to ``take``, in any order."""
-        return self._begin(prefix, first, stop, take, {}, None, limits)
-
-    def _begin(
         self,
         prefix: Prefix,
         first: int,
         stop: int,
         take: Take,
-        takers: Mapping[int, Callable[[int, int, int, NDArray[np.int64]], int]],
-        bounds: tuple[int, int] | None,
-        limits: Limits | None,
+        takers: Mapping[int, Callable[[int, int, int, NDArray[np.int64]], int]] | None = None,
+        *,
+        bounds: tuple[int, int] | None = None,
+        limits: Limits | None = None,
     ) -> Reading:
-        """Begin a read; ``takers`` by size are ``TakeMany`` behind the number of a run's first block."""
+        """Begin to read blocks ``[first, stop)`` and pass each to ``take``, in any order.
+
+        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the
+        bytes to read of a frame, None for all.
+        """
         ssd, limits, faults = self._ssd, limits or Limits(), dict[int, str]()
         each = self._format.frame_bytes if bounds is None else max(1, bounds[1] - bounds[0])
         run = max(1, min(READ_BATCH, RUN_BYTES // each))
@@ -171,7 +176,7 @@ class Reads:
 
         def work(at: int, until: int) -> int:
             start = first + at
-            many = {size: partial(taker, start) for size, taker in takers.items()}
+            many = {size: partial(taker, start) for size, taker in (takers or {}).items()}
             if len(keys) > run:
                 ssd.will_need(keys[at + ahead : until + ahead], bounds)
             result = ssd.read(
@@ -186,30 +191,30 @@ class Reads:
                 faults[start + result.count] = result.fault
             return at + result.count
 
-        errand = ParallelTask(
+        task = ParallelTask(
             *(stop - first, run, work),
             deadline=limits.deadline,
             is_cancelled=limits.is_cancelled,
         )
-        reading = Reading(prefix, first, errand, limits, time.perf_counter(), faults)
-        if errand.chunks > 1:
+        reading = Reading(prefix, first, task, limits, time.perf_counter(), faults)
+        if task.chunks > 1:
             ssd.will_need(keys[:ahead], bounds)
-        if errand.chunks > 1 or limits.leaves:
-            self._crew.begin(errand)
+        if task.chunks > 1 or limits.leaves:
+            self._pool.begin(task)
         return reading
 
     def finish(self, reading: Reading) -> int:
-        """Wait for the end of a read; return the block where the good ones ended.
+        """Wait for the end of a read; return the block after the last good one.
 
-        The first bad block is discarded. Where the limits allow it, blocks behind the returned one may
-        still be copied for a while, to where they were asked for.
+        The first bad block is discarded. If the limits allow to leave, later blocks may still be
+        copied to their target for a while.
         """
         leaves = reading.limits.leaves
-        done = reading.first + self._crew.finish(reading.errand, leaves=leaves)
+        done = reading.first + self._pool.finish(reading.task, leaves=leaves)
         with self._context.lock:
             metrics = self._context.metrics
             metrics.read_seconds += time.perf_counter() - reading.began
-            late = reading.first + reading.errand.count - done
+            late = reading.first + reading.task.count - done
             if late and done not in reading.faults and reading.limits.is_late:
                 metrics.late_blocks += late
                 message = (
@@ -218,4 +223,106 @@ class Reads:
                 metrics.say_once("late", message, late, self._ssd.path)
         if done in reading.faults:
             self._discard(reading.prefix, done, reading.faults[done])
+        return done
+
+    def _discard(self, prefix: Prefix, number: int, fault: str) -> None:
+        """Count a bad block. The owner also removes it and its descendants."""
+        if fault == BUSY:
+            self._context.count_passing(self.path)
+            return
+        with self._context.lock:
+            self._context.metrics.corrupt_blocks[fault] += 1
+            message = (
+                "block %d of a prefix in %s is unusable (%s): recomputed and counted from here on"
+            )
+            self._context.metrics.say_once(f"corrupt {fault}", message, number, self.path, fault)
+        if self._store.owned is not None:
+            self._store.owned.discard(prefix.head(number + 1))
+
+    def expiry(self, prefix: Prefix, blocks: int) -> float:
+        """Return when the medium's copy of the first ``blocks`` blocks expires; ``GONE`` without one."""
+        if self._store.owned is not None:
+            position = self._store.owned.index.match(prefix.head(blocks))
+            return position.segment.expires if position.depth == blocks else GONE
+        try:
+            record = self._ssd.record(prefix.key(blocks - 1))
+        except MEDIUM_ERRORS:
+            record = None
+        return GONE if record is None else record.expires or NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """A read to host entries in progress; ``HostReads.finish`` ends it."""
+
+    prefix: Prefix
+    first: int
+    """Block at which the entries start."""
+    in_device: int
+    """Leading blocks, of those to read, in device pages."""
+    entries: Mapping[str, NDArray[np.uint8]]
+    wave: Wave | None
+    ssd: Reading | None
+    """The part on SSD, which starts at ``first``."""
+
+
+class HostReads:
+    """Reads to host arrays: from SSD first, then from device pages.
+
+    Threads: any.
+    """
+
+    def __init__(self, frame_format: Frames, ssd: SsdReads, device: DeviceCache) -> None:
+        self._format = frame_format
+        self._ssd = ssd
+        self._device = device
+
+    def read(self, match: Match, timeout: float | None = None) -> Entries:
+        """Copy a match's entries to host arrays; a bad block shortens result and match."""
+        size = self._format.block_tokens
+        hit = match.hit_tokens // size
+        entries = self._format.empty(hit)
+        limits = Limits.within(timeout)
+        done = self.finish(
+            self.begin(match.prefix, match.resident_blocks, 0, hit, entries, limits=limits)
+        )
+        if done < hit:
+            match.shrink(done * size)
+            done = min(done, match.hit_tokens // size)  # less if a window is needed
+            for name, array in entries.items():
+                entries[name] = array[:, : done * self._format.entries[name]]
+        return Entries(entries, done * size)
+
+    def begin(
+        self,
+        prefix: Prefix,
+        resident: Mapping[str, int],
+        first: int,
+        stop: int,
+        entries: Mapping[str, NDArray[np.uint8]],
+        *,
+        wave: Wave | None = None,
+        limits: Limits | None = None,
+    ) -> HostReading:
+        """Begin to copy verified blocks ``[first, stop)`` to host entries that start at ``first``.
+
+        ``resident`` are the leading blocks of each tier. ``wave`` names the layers of the entries.
+        """
+        on_ssd, ssd = min(stop, resident.get("ssd", 0)), None
+        if on_ssd > first:
+            target = self._format.entries_target(entries, wave)
+            ssd = self._ssd.into(prefix, first, on_ssd, target, wave=wave, limits=limits)
+        in_device = min(stop, resident.get("device", 0))
+        return HostReading(prefix, first, in_device, entries, wave, ssd)
+
+    def finish(self, reading: HostReading) -> int:
+        """Wait for the end of a read; return the block after the last good one."""
+        prefix, first, done = reading.prefix, reading.first, reading.first
+        if reading.ssd is not None:
+            done = self._ssd.finish(reading.ssd)
+            if done < first + reading.ssd.task.count:
+                return done
+        if done < reading.in_device:
+            stop, entries = reading.in_device, reading.entries
+            done = self._device.read(prefix, done, stop, entries, first, reading.wave)
         return done

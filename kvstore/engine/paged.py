@@ -15,6 +15,7 @@ from typing import Any
 from kvstore.checks import flag, is_number
 from kvstore.errors import ConfigError
 from kvstore.identity.block import ImageSpan
+from kvstore.index.plan import hit_limit
 
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a block where the engine's pages are no larger: few enough to hit, enough to read."""
@@ -134,7 +135,7 @@ def window_boundaries(before: int, settled: int, prompt: int, block_tokens: int)
     last token), and the last one of the output so far. At most two.
     """
     last = settled // block_tokens * block_tokens
-    least = (prompt - 1) // block_tokens * block_tokens
+    least = hit_limit(prompt, block_tokens)
     candidates = range(max(least, last - block_tokens), last + 1, block_tokens)
     return tuple(stop for stop in candidates if stop > before)
 

@@ -38,8 +38,9 @@ from kvstore.engine.options import check_names
 from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.identity.hash import as_tokens
+from kvstore.index.plan import hit_limit
 from kvstore.layout import LayerGroup, Layout
-from kvstore.tier.paged import RAW_DTYPES, decode_rows, encode_rows
+from kvstore.tier.engine_copy import RAW_DTYPES, decode_rows, encode_rows
 
 _log = logging.getLogger(__name__)
 
@@ -439,7 +440,7 @@ class TransformersAdapter:
         if made.replay_tokens:
             past = self.rebuild(past, ids[:hit], hit - made.replay_tokens, len(ids))
             windows.append(self.snapshot(past, "replay"))
-        cut = (len(ids) - 1) // self.cache.block_tokens * self.cache.block_tokens
+        cut = hit_limit(len(ids), self.cache.block_tokens)
         if hit < cut:
             self._causal.forward(ids[hit:cut], past, len(ids))
             windows += self._boundary(past)

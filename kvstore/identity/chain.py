@@ -1,4 +1,4 @@
-"""What is stored together: a chain of blocks, and a request's tokens as one."""
+"""Chains of blocks, and the prefix of a request as a chain."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, ImageSpan
 from kvstore.identity.hash import HashRun
 
 
+def split_keys(chain: bytes) -> list[BlockKey]:
+    """Return the keys of a chain, one by one."""
+    return [BlockKey(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
+
+
 class Chain(Protocol):
     """Blocks from a root on, each the child of the one before it."""
 
     @property
     def root(self) -> BlockHash:
-        """What the first block hangs on, and whose blocks they are."""
+        """The parent of the first block: its namespace's hash."""
 
     @property
     def path(self) -> bytes:
-        """Keys of its blocks, end to end: what an index matches."""
+        """Keys of its blocks, end to end, for an index to match."""
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
@@ -39,7 +44,7 @@ class Chain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A request's tokens with the identity of every whole block of them."""
+    """A request's tokens with the hash of every whole block."""
 
     root: BlockHash
     tokens: NDArray[np.uint32]
@@ -47,18 +52,22 @@ class Prefix:
     images: Sequence[ImageSpan]
     block_tokens: int
     path: bytes = field(default=b"", init=False)
-    """Keys of its blocks, end to end: what an index matches."""
+    """Keys of its blocks, end to end, for an index to match."""
 
     def __post_init__(self) -> None:
-        """Cut the hashes down to keys, once."""
+        """Join the keys, which are prefixes of the hashes."""
         object.__setattr__(self, "path", self.hashes.prefixes(KEY_BYTES))
 
     def cut(self, blocks: int) -> Prefix:
-        """Return the first ``blocks`` blocks of it, and no token behind them."""
+        """Return its first ``blocks`` blocks, without later tokens."""
         tokens = self.tokens[: blocks * self.block_tokens]
         if len(tokens) == len(self.tokens):
             return self
         return replace(self, tokens=tokens, hashes=self.hashes[:blocks])
+
+    def head(self, blocks: int) -> bytes:
+        """Keys of its first ``blocks`` blocks, end to end."""
+        return self.path[: blocks * KEY_BYTES]
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
@@ -66,11 +75,7 @@ class Prefix:
 
     def keys(self, first: int, stop: int) -> list[BlockKey]:
         """Keys of blocks ``[first, stop)``."""
-        path = self.path
-        return [
-            BlockKey(path[at : at + KEY_BYTES])
-            for at in range(first * KEY_BYTES, stop * KEY_BYTES, KEY_BYTES)
-        ]
+        return split_keys(self.path[first * KEY_BYTES : stop * KEY_BYTES])
 
     def hash_of(self, number: int) -> BlockHash:
         """Hash of block ``number``."""
@@ -81,7 +86,7 @@ class Prefix:
         return self.hashes[number - 1] if number else self.root
 
     def hash_at(self, tokens: int) -> BlockHash:
-        """Hash of the prefix that ends at a block boundary."""
+        """Hash of its first ``tokens`` tokens, a block boundary."""
         return self.parent_hash(tokens // self.block_tokens)
 
     def block_ids(self, number: int) -> NDArray[np.uint32]:
@@ -89,7 +94,7 @@ class Prefix:
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
 
     def run_of_hashes(self, first: int, count: int) -> bytes:
-        """Hash of the parent of block ``first``, then of it and the blocks behind it, end to end."""
+        """Hash of the parent of block ``first``, then of ``count`` blocks from it on, end to end."""
         return self.parent_hash(first) + self.hashes[first : first + count].joined
 
     def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:

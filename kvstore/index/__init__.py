@@ -1,5 +1,5 @@
-"""The index of a tier and the decisions made on it.
+"""The index of a tier, and decisions as values.
 
-``prefix_tree`` maps block keys to segments of cached prefixes; ``plan`` returns decisions as values. Both are pure:
-no medium, clock or thread. Shared by the cache and the simulator.
+``prefix_tree`` maps chains of block keys to segments of cached prefixes; ``plan`` decides on lengths.
+Both are pure: no medium, clock or thread. The cache and the simulator share them.
 """

@@ -1,6 +1,6 @@
-"""The decisions, as values: what to load, what to store, what to run again.
+"""Decisions on loads, stores, evictions and replays, as values.
 
-Pure functions of lengths, residency and measured speeds. Nothing here touches a tier.
+Pure functions of lengths, residency and measured speeds.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 REQUEST_SHARE = 0.5
-"""What one request may take of a tier by default. On six public traces (Mooncake, WEKA's Claude Code,
-LMCache's agents) LRU's hit ratio is the same with and without this bound wherever the tier holds two of
-the longest prompts; at one, it differs by -10.7 (one session alone) to +0.1 points, at a half of one by
--13.4 to +2.0. A quarter costs up to 14 points at two. docs/decisions/0043."""
+"""Default bound on a request's share of a tier. On six public traces (Mooncake, WEKA's Claude Code,
+LMCache's agents) LRU's hit ratio is the same with and without it if the tier holds two of the longest
+prompts; if it holds one, the ratio differs by -10.7 (one session alone) to +0.1 points, if half of one,
+by -13.4 to +2.0. A share of 0.25 costs up to 14 points at two prompts. docs/decisions/0043."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring blocks ``[start, stop)`` of a prefix from a tier."""
+    """A load of blocks ``[start, stop)`` of a prefix from a tier."""
 
     tier: str
     start: int
@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write blocks ``[start, stop)`` of a prefix."""
+    """A write of blocks ``[start, stop)`` of a prefix."""
 
     start: int
     stop: int
@@ -35,37 +35,26 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Free at least this many bytes before what is planned next may come in."""
+    """An eviction of at least ``bytes`` bytes."""
 
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
-    """Let the engine run tokens ``[start, stop)`` again for their window KV."""
-
-    start: int
-    stop: int
-
-
-Step = Load | Store | Evict | Replay
-
-
-@dataclass(frozen=True, slots=True)
 class Floors:
-    """Where replay starts and what it may touch, in tokens. Source: docs/decisions/0010."""
+    """Token positions that bound a replay. Source: docs/decisions/0010."""
 
     replay_start: int
     read_floor: int
-    """Window rows exist from here."""
+    """First token whose window rows exist."""
     write_floor: int
-    """Global entries below it are settled; a write to them is dropped."""
+    """GLOBAL entries of tokens below it are final; a replay must not overwrite them."""
     window_write_floor: int
-    """Window rows below it are settled."""
+    """Window rows of tokens below it are final."""
 
 
 def hit_limit(token_count: int, block_tokens: int) -> int:
-    """Return the longest hit that leaves one token to compute, in tokens."""
+    """Return the longest hit in tokens: whole blocks that leave at least one token to compute."""
     return max(0, token_count - 1) // block_tokens * block_tokens
 
 
@@ -73,7 +62,7 @@ def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> F
     """Return the floors of a hit.
 
     ``window_tokens`` is W, 0 for a model without windows. ``snapshot_start`` is the first row of
-    the pooled window that ends at the hit, None when the pool has none.
+    the pooled window that ends at the hit; None if the pool has none.
     """
     if not window_tokens:
         return Floors(hit_tokens, 0, hit_tokens, hit_tokens)
@@ -84,9 +73,9 @@ def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> F
 
 
 def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
-    """Plan the reads of a hit: the nearest tier first, the next one for what it lacks.
+    """Return the loads of a hit: from the nearest tier, then from the next one for later blocks.
 
-    ``resident`` maps tiers, nearest first, to the leading blocks each holds.
+    ``resident`` maps tiers, nearest first, to their leading blocks.
     """
     steps: list[Load] = []
     at = 0
@@ -98,32 +87,25 @@ def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
     return tuple(steps)
 
 
-def replay(hit_tokens: int, where: Floors) -> Replay | None:
-    """Plan the replay of a hit: none when its window is at hand or nobody needs one."""
-    if where.replay_start >= hit_tokens:
-        return None
-    return Replay(where.replay_start, hit_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """What becomes of the blocks ``[start, stop)`` that a caller offers."""
+    """The decision on blocks ``[start, stop)`` that a caller offers."""
 
     present: int
     """Blocks already stored or queued."""
     store: Store | None
-    """Blocks to write; None when there are none or their parent is missing."""
+    """Blocks to write; None if there are none or their parent is missing."""
     orphans: int
     """Blocks dropped because the parent of ``start`` is neither stored nor queued."""
     excess: int = 0
-    """Blocks dropped because they lie beyond what one request may take."""
+    """Blocks dropped because they exceed the request's limit."""
 
 
 def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:
-    """Plan a store of blocks ``[start, stop)`` when the first ``known`` are stored or queued.
+    """Return the decision on blocks ``[start, stop)`` if the first ``known`` are stored or queued.
 
-    Of a request only the first ``limit`` blocks are stored: its head, which is of use by itself.
-    What is there beyond them stays.
+    At most the first ``limit`` blocks of a request are stored, which are usable by themselves. Blocks
+    stored beyond the limit stay.
     """
     if known < start:
         lost = stop - start
@@ -134,9 +116,9 @@ def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:
 
 
 def request_blocks(tier_blocks: int, share: float | None) -> int:
-    """Return the most blocks of one path that a tier takes: its head.
+    """Return the most blocks of one request that a tier takes: ``share`` of it, at least one block.
 
-    Without a share it is all that the tier holds; else that share of it, one block at least.
+    None is no bound: as many as the tier holds.
     """
     if share is None:
         return tier_blocks
@@ -144,9 +126,9 @@ def request_blocks(tier_blocks: int, share: float | None) -> int:
 
 
 def room(live_bytes: int, incoming_bytes: int, high_bytes: int, low_bytes: int) -> Evict | None:
-    """Plan what must leave before ``incoming_bytes`` may come in.
+    """Return the eviction that ``incoming_bytes`` need.
 
-    Nothing until the high watermark would be crossed; then enough to come down to the low one.
+    None up to the high watermark; above it, down to the low one.
     """
     if live_bytes + incoming_bytes <= high_bytes:
         return None
@@ -160,11 +142,11 @@ def worth_loading(
     load_seconds: float,
     prefill_seconds_per_token: float,
 ) -> bool:
-    """Say whether using a hit is cheaper than computing its tokens again.
+    """Say whether loading a hit is faster than computing its tokens.
 
-    A hit that lies inside the window of a model that needs one, without that window, is not: replay
-    runs every cached token anyway. Otherwise loading must cost less than the tokens it saves.
-    With no measured prefill speed yet (0), any hit is worth loading.
+    A hit of at most W tokens without its window is not worth loading: replay runs all its tokens.
+    Otherwise the load must take less time than the prefill of the tokens that it saves. Before the
+    first measurement (0 seconds a token), such a hit is worth loading.
     """
     if not hit_tokens:
         return False

@@ -1,9 +1,8 @@
-"""Which prefixes a tier holds: a radix tree of segments, always closed under prefixes.
+"""The index of a tier: a radix tree of the cached prefixes, closed under prefixes.
 
-A *segment* is a run of blocks with no fork and no request end inside. Index and policies work on
-segments, of which real traffic has 8 to 78 times fewer than blocks. Nothing here knows a medium,
-a clock or a thread: callers pass a logical time and hold their own lock, which is what lets the
-simulator run the very same objects.
+A *segment* is a run of blocks without a fork or a request's end inside. Index and policies work on
+segments: public traces have 8 to 78 blocks per segment. The index has no medium, clock or lock:
+callers pass logical time and serialise calls, so the simulator runs the same objects.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvstore.identity.block import KEY_BYTES, BlockKey
+from kvstore.identity.chain import split_keys
 from kvstore.policy.protocol import Policy
 
 NEVER = math.inf
-"""Expiry of a segment that does not expire."""
+"""Expiry of a segment without one."""
 GONE = 0.0
-"""Expiry of a segment that nobody may find any more, though a pin may still use it."""
+"""Expiry of a segment that no lookup may find, though a pin may still use it."""
 
 
 class Segment:
-    """A run of blocks that live and die tail-first.
+    """A run of blocks, evicted from its tail.
 
-    Compared by identity: callers hold segments as pins, and a split keeps the lower part's
-    identity so that what they hold stays valid.
+    Compared by identity: callers hold segments as pins, so a split keeps the object of the lower
+    half.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
+        """Number of blocks."""
         return len(self.keys) // KEY_BYTES
 
     @property
@@ -71,24 +71,23 @@ class Segment:
         return BlockKey(self.keys[at : at + KEY_BYTES])
 
     def block_keys(self) -> list[BlockKey]:
-        """Return the key of each block, first block first."""
-        keys = self.keys
-        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        """Return the key of each block, in order."""
+        return split_keys(self.keys)
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is there, is a leaf, and nobody protects it."""
+        """Whether it is a leaf of the tree without pins."""
         return bool(self.keys) and not self.children and not self.pins
 
     @property
     def is_live(self) -> bool:
-        """Say whether it still is in the tree."""
+        """Whether it is in the tree."""
         return bool(self.keys) or self.parent is None
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a path reaches: ``inside`` blocks into ``segment``, ``depth`` blocks in all."""
+    """The end of a match: ``inside`` blocks into ``segment``, ``depth`` blocks from the root."""
 
     segment: Segment
     inside: int
@@ -96,51 +95,51 @@ class Position:
 
 
 class PrefixIndex:
-    """The prefixes that one tier holds, with the policy that orders their eviction.
+    """The prefixes in one tier, with the policy that orders their eviction.
 
     Invariants:
         A block is present only if its parent is. ``blocks`` equals the blocks of all segments.
-        Only tails of evictable segments are ever evicted.
+        Only tails of evictable segments are evicted.
 
-    Threads: none of its own; the caller serialises every call.
+    Threads: the caller serialises every call.
     """
 
     def __init__(self, policy: Policy[Segment]) -> None:
         self.root = Segment(None, b"", 0, 0)
         self._policy = policy
         self._apart: dict[int, Policy[Segment]] = {}
-        """A second policy for namespaces that were evicted from alone: one for those of one call."""
+        """Second policies, by namespace, for evictions among some namespaces: one per set of them."""
         self.blocks = 0
         self.segments = 0
         self.expiring = 0
         """Segments with an expiry; zero lets a match skip the check."""
 
-    def match(self, path: bytes, now: float = -NEVER) -> Position:
-        """Return how far ``path`` (keys end to end) is present. Changes nothing.
+    def match(self, chain: bytes, now: float = -NEVER) -> Position:
+        """Return where the longest present prefix of ``chain`` (keys end to end) ends.
 
-        ``now`` is the time that expiries are held against; an expired segment ends the match.
+        A segment that has expired at ``now`` ends the match. Changes nothing.
 
-        Cost: one comparison of bytes per segment on the path.
+        Cost: one comparison of bytes per segment of the chain.
         """
-        segment, at, size = self.root, 0, len(path)
+        segment, at, size = self.root, 0, len(chain)
         while at < size:
-            child = segment.children.get(path[at : at + KEY_BYTES])
+            child = segment.children.get(chain[at : at + KEY_BYTES])
             if child is None or child.expires <= now:
                 break
-            shared = _shared_bytes(child.keys, path, at)
+            shared = _shared_bytes(child.keys, chain, at)
             segment, at = child, at + shared
             if shared < len(child.keys):
                 return Position(child, shared // KEY_BYTES, at // KEY_BYTES)
         return Position(segment, segment.blocks, at // KEY_BYTES)
 
     def settle(self, position: Position) -> Segment:
-        """Return the segment that ends exactly at ``position``, splitting one if need be."""
+        """Return the segment that ends at ``position``; split the one that goes on behind it."""
         if position.inside == position.segment.blocks:
             return position.segment
         return self._split(position.segment, position.inside)
 
     def _split(self, lower: Segment, at: int) -> Segment:
-        """Cut the first ``at`` blocks off as a new *upper* segment, so that pins stay valid."""
+        """Make a new *upper* segment of the first ``at`` blocks; pins of the lower half stay valid."""
         assert lower.parent is not None
         cut = at * KEY_BYTES
         upper = Segment(lower.parent, lower.keys[:cut], lower.start, lower.namespace_id)
@@ -157,15 +156,14 @@ class PrefixIndex:
     def extend(
         self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
     ) -> Segment:
-        """Add a further piece of a request below ``parent``; one request grows one segment.
+        """Add later blocks of a request below ``parent``, to its segment if no other request used it.
 
-        ``now`` is the request's own time: equal to the parent's last use only if no other request
-        came in between.
+        ``now`` is the request's tick: it equals the parent's last use unless another request did.
         """
         grows = parent.parent is not None and not parent.children
         if not (grows and parent.last_use == now and parent.expires == expires):
             return self.insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-        self.blocks += len(keys) // KEY_BYTES
+        self._count(parent, keys)
         parent.keys += keys
         for policy in self._policies(parent):
             policy.resize(parent)
@@ -174,10 +172,10 @@ class PrefixIndex:
     def insert(
         self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
     ) -> Segment:
-        """Add blocks below the end of ``parent`` as a segment of their own, and return it."""
+        """Add blocks below the end of ``parent`` as a new segment, and return it."""
         assert keys
         assert not len(keys) % KEY_BYTES
-        self.blocks += len(keys) // KEY_BYTES
+        self._count(parent, keys)
         child = Segment(parent, keys, parent.stop, namespace_id)
         child.last_use, child.expires = now, expires
         assert keys[:KEY_BYTES] not in parent.children, "a present block was inserted again"
@@ -188,11 +186,15 @@ class PrefixIndex:
             policy.insert(child)
         return child
 
-    def touch(self, segment: Segment, now: int) -> None:
-        """Note that a request used everything up to the end of ``segment``.
+    def _count(self, parent: Segment, keys: bytes) -> None:  # noqa: ARG002 - for subclasses
+        """Count new blocks behind ``parent``."""
+        self.blocks += len(keys) // KEY_BYTES
 
-        Only the deepest segment of a path needs it: children protect their parents, and a parent
-        inherits the recency of a child that dies.
+    def touch(self, segment: Segment, now: int) -> None:
+        """Record a use of all blocks from the root to the end of ``segment``.
+
+        Only the deepest segment of a chain needs it: children protect their parents, and a parent
+        inherits the recency of a removed child.
         """
         if segment.parent is not None:
             segment.last_use = now
@@ -200,7 +202,7 @@ class PrefixIndex:
                 policy.touch(segment)
 
     def renew(self, segment: Segment, expires: float) -> list[Segment]:
-        """Let ``segment`` and its ancestors live at least until ``expires``; return the changed."""
+        """Extend the expiry of ``segment`` and its ancestors to ``expires``; return the changed ones."""
         changed = []
         node: Segment | None = segment
         while node is not None and node.parent is not None:
@@ -212,25 +214,25 @@ class PrefixIndex:
         return changed
 
     def expire_namespace(self, namespace_id: int) -> None:
-        """Let no ``match`` against a time find a namespace's segments; pins keep what they use."""
+        """Expire all segments of a namespace. Pinned ones stay, and no timed ``match`` finds them."""
         for segment in self:
             if segment.namespace_id == namespace_id:
                 self.expiring += segment.expires == NEVER
                 segment.expires = GONE
 
     def pin(self, segment: Segment) -> None:
-        """Protect everything up to the end of ``segment`` from eviction; counted."""
+        """Protect all blocks from the root to the end of ``segment`` from eviction; counted."""
         segment.pins += 1
 
     def unpin(self, segment: Segment) -> None:
-        """Give back one pin."""
+        """Drop one pin."""
         assert segment.pins > 0, "unpinned more often than pinned"
         segment.pins -= 1
         if segment.is_evictable:
             self._release(segment)
 
     def is_pinned(self, segment: Segment) -> bool:
-        """Say whether a pin protects ``segment`` or anything that hangs on it."""
+        """Say whether ``segment`` or a descendant has a pin."""
         pending = [segment]
         while pending:
             node = pending.pop()
@@ -240,7 +242,7 @@ class PrefixIndex:
         return False
 
     def _policies(self, segment: Segment) -> tuple[Policy[Segment], ...]:
-        """Return who hears of what happens to a segment."""
+        """Return the policies to notify of changes to a segment."""
         apart = self._apart.get(segment.namespace_id)
         return (self._policy,) if apart is None else (self._policy, apart)
 
@@ -249,7 +251,7 @@ class PrefixIndex:
             policy.release(segment)
 
     def _policy_of(self, namespace_ids: Collection[int]) -> Policy[Segment]:
-        """Return the policy that orders the segments of these namespaces alone."""
+        """Return the policy of the segments of these namespaces only."""
         known = [self._apart.get(number) for number in namespace_ids]
         if known[0] is not None and all(policy is known[0] for policy in known):
             return known[0]
@@ -261,20 +263,19 @@ class PrefixIndex:
         return apart
 
     def forget_namespace(self, namespace_id: int) -> None:
-        """Forget what is kept of a namespace without blocks: its number may be another's."""
+        """Drop the second policy of a namespace without blocks: its number may be reused."""
         self._apart.pop(namespace_id, None)
 
     def evict(
         self, blocks: int, now: float = -NEVER, among: Collection[int] | None = None
     ) -> list[BlockKey]:
-        """Remove at least ``blocks`` blocks if pins allow, expired ones first.
+        """Remove at least ``blocks`` blocks if pins allow, expired ones first; return their keys.
 
-        Returns their keys, deepest first. With ``among`` only blocks of those namespaces go, one or
-        more; those of one call stay together in every later one, which may name more.
+        Evicts leaves, from their tails, so the rest is closed under prefixes; keys come deepest
+        first. ``among`` limits the eviction to one or more namespaces. Namespaces of one call must
+        stay together in later calls, which may name more.
 
-        Leaf-first and tail-first inside a segment, so what stays is closed under prefixes.
-
-        Cost: O(log n) a segment; the first time among the same namespaces, a walk over all segments.
+        Cost: O(log n) a segment; a walk over all segments for a new set of namespaces.
         """
         policy = self._policy if among is None else self._policy_of(among)
         removed: list[BlockKey] = []
@@ -291,9 +292,9 @@ class PrefixIndex:
         return removed
 
     def remove_from(self, position: Position) -> list[BlockKey]:
-        """Remove everything deeper than ``position`` on its segment and below, pinned or not.
+        """Remove all blocks behind ``position`` in its segment and below, pinned or not.
 
-        Returns the keys, deepest first, as every removal does.
+        Returns their keys, deepest first.
         """
         removed: list[BlockKey] = []
         segment = position.segment
@@ -314,7 +315,7 @@ class PrefixIndex:
     def _remove_subtree(
         self, segment: Segment, removed: list[BlockKey], *, force: bool = False
     ) -> None:
-        """Remove a segment and all below it, children first; without ``force`` pins survive."""
+        """Remove a segment and its descendants, children first; without ``force`` not pinned ones."""
         pending, order = [segment], []
         while pending:
             node = pending.pop()
@@ -349,7 +350,7 @@ class PrefixIndex:
             self._release(parent)
 
     def namespace_blocks(self) -> dict[int, int]:
-        """Return how many blocks each namespace holds."""
+        """Return the number of blocks of each namespace."""
         counts: dict[int, int] = {}
         for segment in self:
             counts[segment.namespace_id] = counts.get(segment.namespace_id, 0) + segment.blocks
@@ -364,10 +365,10 @@ class PrefixIndex:
 
 
 class KeyedIndex(PrefixIndex):
-    """An index that also finds a block by its key alone, and tells its way from the root.
+    """An index that also knows the parent of each block by its key.
 
     Invariants:
-        ``parents`` names exactly the blocks of all segments.
+        ``parents`` has exactly the blocks of all segments.
 
     Cost: two references a block.
     """
@@ -375,30 +376,18 @@ class KeyedIndex(PrefixIndex):
     def __init__(
         self, policy: Policy[Segment], on_removed: Callable[[BlockKey], object] | None = None
     ) -> None:
-        """``on_removed`` is called with each key that leaves, while it leaves."""
+        """``on_removed`` is called with each removed key, during the removal."""
         super().__init__(policy)
         self._on_removed = on_removed
         self.parents: dict[BlockKey, BlockKey] = {}
-        """The parent of each block by key; that of a first block is empty."""
+        """Parent key of each block by key; empty for the first block of a chain."""
 
     @override
-    def extend(
-        self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
-    ) -> Segment:
-        self._note(parent, keys)
-        return super().extend(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-
-    @override
-    def insert(
-        self, parent: Segment, keys: bytes, *, now: int, namespace_id: int, expires: float = NEVER
-    ) -> Segment:
-        self._note(parent, keys)
-        return super().insert(parent, keys, now=now, namespace_id=namespace_id, expires=expires)
-
-    def _note(self, parent: Segment, keys: bytes) -> None:
-        found = [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+    def _count(self, parent: Segment, keys: bytes) -> None:
+        super()._count(parent, keys)
+        found = split_keys(keys)
         above = [BlockKey(parent.keys[-KEY_BYTES:]), *found]
-        self.parents.update(zip(found, above, strict=False))  # the last one is above nothing yet
+        self.parents.update(zip(found, above, strict=False))  # the last key has no child yet
 
     @override
     def _trim(self, segment: Segment, count: int, removed: list[BlockKey]) -> None:
@@ -410,16 +399,16 @@ class KeyedIndex(PrefixIndex):
                 self._on_removed(key)
 
 
-def _shared_bytes(keys: bytes, path: bytes, at: int) -> int:
-    """Return how many bytes of ``keys`` agree with ``path`` from ``at`` on, in whole keys."""
-    size = min(len(keys), len(path) - at)
-    if keys[:size] == path[at : at + size]:
+def _shared_bytes(keys: bytes, chain: bytes, at: int) -> int:
+    """Return the length of the common prefix of ``keys`` and ``chain[at:]``, in whole keys."""
+    size = min(len(keys), len(chain) - at)
+    if keys[:size] == chain[at : at + size]:
         return size
-    low, high = 0, size // KEY_BYTES  # keys chain: agreement at one place means agreement before it
+    low, high = 0, size // KEY_BYTES  # equal keys have equal ancestors: bisect
     while high - low > 1:
         middle = (low + high) // 2
         stop = middle * KEY_BYTES
-        if keys[stop - KEY_BYTES : stop] == path[at + stop - KEY_BYTES : at + stop]:
+        if keys[stop - KEY_BYTES : stop] == chain[at + stop - KEY_BYTES : at + stop]:
             low = middle
         else:
             high = middle

@@ -1,1 +1,1 @@
-"""Which segment goes first when a tier is full."""
+"""Eviction policies: the order in which a full tier evicts segments."""

@@ -7,57 +7,41 @@ from typing import Any, Generic
 
 from typing_extensions import override
 
-from kvstore.policy.leaves import Leaves
-from kvstore.policy.protocol import Policy, S
+from kvstore.policy.leaves import Ranked
+from kvstore.policy.protocol import S
 
 
-class Fifo(Policy[S], Generic[S]):
-    """Evict what was stored first."""
+class Fifo(Ranked[S], Generic[S]):
+    """Evict the segment stored first."""
 
     def __init__(self) -> None:
         self._places: dict[S, Any] = {}
-        """Where each segment stands in the queue; both parts of one that was split stand there."""
-        self._leaves: Leaves[S] = Leaves(self._places.get)
+        """Position of each segment in the queue; a split leaves both halves at the same one."""
+        super().__init__(self._places.get)
         self._end = count().__next__
-        """Returns the next place at the end of the queue."""
+        """Returns the next position at the end of the queue."""
 
     @override
     def insert(self, segment: S) -> None:
         self._places[segment] = self._end()
-        self._leaves.push(segment)
-
-    @override
-    def resize(self, segment: S) -> None:
-        pass
-
-    @override
-    def touch(self, segment: S) -> None:
-        pass
+        super().insert(segment)
 
     @override
     def split(self, upper: S, lower: S) -> None:
         self._places[upper] = self._places[lower]
 
     @override
-    def release(self, segment: S) -> None:
-        self._leaves.push(segment)
-
-    @override
     def remove(self, segment: S) -> None:
         del self._places[segment]
 
-    @override
-    def victim(self, blocks: int) -> S | None:
-        return self._leaves.first()
-
 
 class Clock(Fifo[S], Generic[S]):
-    """Evict what was stored first, but what was used goes round once more."""
+    """Evict the segment stored first; a used one moves to the end of the queue instead."""
 
     def __init__(self) -> None:
         super().__init__()
         self._used: set[S] = set()
-        """Segments with a use that still speaks for them: it spares them once."""
+        """Segments with a use since the last pass; it spares them once."""
 
     @override
     def touch(self, segment: S) -> None:
@@ -78,17 +62,17 @@ class Clock(Fifo[S], Generic[S]):
         return segment
 
     def _spend(self, segment: S) -> None:
-        """Take the use of a segment away. It was one of its parent too, which was not asked yet."""
+        """Move the use of a segment to its parent, which was used too."""
         self._used.remove(segment)
         if segment.parent in self._places:
             self._used.add(segment.parent)
 
 
 class Sieve(Clock[S], Generic[S]):
-    """Evict what the hand meets unused; it spares what was used, which keeps its place.
+    """Evict the first unused segment that a hand meets; a used one keeps its position.
 
-    The queue is never reordered: a hand walks from the oldest to the newest and begins again. A place
-    is a lap and a number: the lap in which the hand will look at the segment, and when it came.
+    The hand walks from the oldest segment to the newest and begins again. A position is a lap and a
+    number: the lap in which the hand meets the segment, and its order of arrival.
     """
 
     def __init__(self) -> None:
@@ -107,12 +91,12 @@ class Sieve(Clock[S], Generic[S]):
         lap, since = place = self._places[segment]
         super().remove(segment)
         if since == self._newest and place == self._hand:
-            self._hand = lap + 1, -1  # before what comes next, which would be out of its way
+            self._hand = lap + 1, -1  # the next segment to arrive would lie behind the hand
 
     @override
     def release(self, segment: S) -> None:
         place = self._places[segment]
-        if place < self._hand:  # the hand went by while it could not go
+        if place < self._hand:  # the hand passed it while it was not evictable
             self._places[segment] = self._hand[0] + 1, place[1]
         self._leaves.push(segment)
 

@@ -1,4 +1,4 @@
-"""Policies that count uses: LFU, GDSF, and GDSF by what recomputing costs."""
+"""Policies that count uses: LFU, GDSF, and GDSF weighted by recomputation cost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, Generic
 
 from typing_extensions import override
 
-from kvstore.policy.leaves import Leaves
-from kvstore.policy.protocol import Policy, S
+from kvstore.policy.leaves import Ranked
+from kvstore.policy.protocol import S
 
 
-class Lfu(Policy[S], Generic[S]):
-    """Evict what was used least often, and least recently among equals."""
+class Lfu(Ranked[S], Generic[S]):
+    """Evict the least often used segment, the least recently used among equals."""
 
     def __init__(self) -> None:
         self._uses: dict[S, int] = {}
-        """Uses after the request that stored a segment, of its end and of what has hung on it."""
-        self._leaves: Leaves[S] = Leaves(self._rank)
+        """Uses of a segment and of its removed descendants, without the request that stored it."""
+        super().__init__(self._rank)
 
     def _rank(self, segment: S) -> Any:
         return self._uses[segment], segment.last_use
@@ -24,11 +24,7 @@ class Lfu(Policy[S], Generic[S]):
     @override
     def insert(self, segment: S) -> None:
         self._uses[segment] = 0
-        self._leaves.push(segment)
-
-    @override
-    def resize(self, segment: S) -> None:
-        pass
+        super().insert(segment)
 
     @override
     def touch(self, segment: S) -> None:
@@ -39,29 +35,21 @@ class Lfu(Policy[S], Generic[S]):
         self._uses[upper] = 0
 
     @override
-    def release(self, segment: S) -> None:
-        self._leaves.push(segment)
-
-    @override
     def remove(self, segment: S) -> None:
         uses = self._uses.pop(segment)
         if uses and segment.parent in self._uses:
             self._uses[segment.parent] += uses
 
-    @override
-    def victim(self, blocks: int) -> S | None:
-        return self._leaves.first()
-
 
 class Gdsf(Lfu[S], Generic[S]):
-    """Evict by uses times worth, counted from the age of the cache at the last use.
+    """Evict the lowest rank: uses times worth, plus the age of the cache at the last use.
 
-    The age is the rank of what was evicted last, so what is not used any more grows old in
-    comparison. Blocks are all of one size; worth is what a hit saves for its bytes.
+    The age is the rank of the last victim, so unused segments fall behind. All blocks have one size;
+    worth is the computation that a block saves.
     """
 
     _deeper = 0.0
-    """What a block is worth more for each block above it. One without any is worth 1."""
+    """Additional worth per block above it; a first block is worth 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +93,14 @@ class Gdsf(Lfu[S], Generic[S]):
 
 
 class Cost(Gdsf[S], Generic[S]):
-    """GDSF with the worth of a block growing with its depth, as the time to compute it does."""
+    """GDSF whose worth of a block grows with its depth, as the time to compute it does."""
 
     DOUBLING_BLOCKS = 256
-    """Depth at which a block costs twice as much to compute as the first. A dense 8B model (32 layers of
-    4,096) spends as much on attention as on everything else from about 30,000 tokens on: 2 * 8e9 FLOPs
-    a token against 4 * 32 * 4,096 a token of depth. That is 256 blocks of 128 tokens."""
+    """Depth at which a block costs twice as much to compute as the first: about 30,000 tokens, or 256
+    blocks of 128. There a dense 8B model (32 layers of 4,096) spends as many FLOPs on attention, 4 * 32 *
+    4,096 per token and token of depth, as on all else, 2 * 8e9 per token."""
     _deeper = 1 / DOUBLING_BLOCKS
 
     @override
     def resize(self, segment: S) -> None:
-        self._leaves.push(segment)  # a shorter path is worth less
+        self._leaves.push(segment)  # a shorter chain is worth less

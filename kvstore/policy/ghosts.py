@@ -1,4 +1,4 @@
-"""What policies remember of blocks that were evicted."""
+"""Ghosts: the record that policies keep of evicted blocks."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from kvstore.policy.protocol import Evictable
 
 
 class Ghosts:
-    """What was evicted lately: where paths were cut, and how many blocks went there.
+    """Recent evictions: the first block of each, and its number of blocks.
 
-    A path that comes back resumes exactly where it was cut, so the first block of what went is all
-    that has to be remembered of it.
+    A chain that returns resumes at the first evicted block, so its key identifies the eviction.
     """
 
     __slots__ = ("_cuts", "blocks")
 
     def __init__(self) -> None:
-        # A plain dict would walk over all that it forgot to find its oldest.
+        # Not a plain dict: its first item is found in O(removed items).
         self._cuts: OrderedDict[Hashable, int] = OrderedDict()
         self.blocks = 0
-        """How many blocks are remembered."""
+        """Number of blocks recorded."""
 
     def add(self, segment: Evictable, blocks: int) -> None:
-        """Remember the last ``blocks`` blocks of a segment, which are about to go."""
+        """Record the eviction of the last ``blocks`` blocks of a segment, before it happens."""
         key = segment.key(segment.stop - blocks)
         self.blocks += blocks - self._cuts.pop(key, 0)
         self._cuts[key] = blocks
 
     def shrink(self, limit: float) -> None:
-        """Forget the oldest beyond ``limit`` blocks."""
+        """Drop the oldest evictions until at most ``limit`` blocks are left."""
         while self.blocks > limit and self._cuts:
             self.blocks -= self._cuts.popitem(last=False)[1]
 
     def take(self, segment: Evictable) -> bool:
-        """Say whether a new segment resumes what is remembered, and forget that."""
+        """Say whether a new segment resumes a recorded eviction, and drop the record."""
         if not self._cuts:
             return False
         blocks = self._cuts.pop(segment.key(segment.start), 0)

@@ -1,4 +1,4 @@
-"""A policy that somebody else wrote, and LRU from the moment on that it fails."""
+"""A caller's policy, replaced by LRU once it fails."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy, S
 
 METHODS = ("fresh", "insert", "resize", "touch", "split", "release", "remove", "victim")
-"""What a policy has to have."""
+"""The methods of a policy."""
 
 
 class Guarded(Policy[S], Generic[S]):
-    """Passes everything on to a policy until it raises, or names no segment that may go.
+    """Delegates to a policy until it raises or chooses no evictable segment.
 
-    Then ``on_fault`` hears of the error, once, and a new LRU of all segments takes its place: the
-    index never sees an exception, and something always goes where something may.
+    Then a new LRU of all segments replaces it, and ``on_fault`` gets the error, once. The index never
+    sees an exception, and an eviction succeeds if any segment is evictable.
 
-    Cost: one reference a segment.
+    Cost: one reference per segment.
     """
 
     def __init__(self, policy: Policy[S], on_fault: Callable[[Exception], object]) -> None:
@@ -75,7 +75,7 @@ class Guarded(Policy[S], Generic[S]):
         return self._policy.victim(blocks)
 
     def _checked(self, found: Any) -> S | None:
-        """Return a victim if it may go, and None only if nothing may."""
+        """Return an evictable victim, or None if no segment is evictable; else raise."""
         if found is None:
             loose = sum(segment.is_evictable for segment in self._segments)
             if loose:
@@ -89,16 +89,15 @@ class Guarded(Policy[S], Generic[S]):
         return chosen
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        if not self._is_trusted:
-            getattr(self._policy, method)(*arguments)
-            return
         try:
             getattr(self._policy, method)(*arguments)
         except Exception as error:
+            if not self._is_trusted:  # a bug of this module
+                raise
             self._distrust(error)
 
     def _distrust(self, error: Exception) -> None:
-        """Let a new LRU take over, which needs nothing but what the segments say themselves."""
+        """Replace the policy by an LRU, whose order follows from the segments alone."""
         self._is_trusted = False
         self._policy = Lru()
         for segment in sorted(self._segments, key=lambda each: (each.last_use, each.start)):

@@ -1,7 +1,7 @@
 """Evictable segments in the order of a rank.
 
-A heap whose entries are never updated in place: one that has become stale is dropped, or put back
-where it belongs, when it surfaces. So a use costs nothing and an eviction O(log n).
+A heap whose stale entries are dropped or moved when they reach the top. A use costs O(1), an eviction
+O(log n).
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Any, Generic
 
-from kvstore.policy.protocol import S
+from typing_extensions import override
+
+from kvstore.policy.protocol import Policy, S
 
 FEW = 64
-"""Entries below which the heap is not worth cleaning."""
+"""Fewest entries at which the heap is cleaned."""
 
 
 class Leaves(Generic[S]):
-    """Segments by rank, the lowest first, and what was pushed first among equals.
+    """Segments by rank, lowest first; first pushed first among equals.
 
-    ``rank`` returns None of a segment that belongs elsewhere now. It may grow at any time; where it
-    falls, or a segment becomes evictable, or comes from elsewhere, the segment is pushed again.
+    ``rank`` returns None for a segment that was moved to other leaves. A rank may grow at any time.
+    Push a segment again if its rank falls, it becomes evictable, or it is moved here.
     """
 
     __slots__ = ("_allowed", "_heap", "_next", "_rank")
@@ -29,21 +31,21 @@ class Leaves(Generic[S]):
     def __init__(self, rank: Callable[[S], Any]) -> None:
         self._rank = rank
         self._heap: list[tuple[Any, int, S]] = []
-        self._next = count().__next__  # breaks ties, so that segments themselves are never compared
+        self._next = count().__next__  # breaks ties: segments cannot be compared
         self._allowed = FEW
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, segment: S) -> None:
-        """Add a segment, or the rank that it has now."""
+        """Add a segment with its present rank."""
         heap = self._heap
         heappush(heap, (self._rank(segment), self._next(), segment))
         if len(heap) > self._allowed:
             self._clean()
 
     def _clean(self) -> None:
-        """Keep one entry of each segment that may go, with its rank of now."""
+        """Keep one entry per evictable segment, with its present rank."""
         segments = {id(entry[2]): entry[2] for entry in self._heap}.values()
         self._heap = [
             (rank, self._next(), segment)
@@ -54,7 +56,7 @@ class Leaves(Generic[S]):
         self._allowed = FEW + 4 * len(self._heap)
 
     def first(self) -> S | None:
-        """Return the segment with the lowest rank that may go, None if there is none."""
+        """Return the evictable segment of the lowest rank, None if there is none."""
         heap = self._heap
         while heap:
             known, _, segment = heap[0]
@@ -67,3 +69,22 @@ class Leaves(Generic[S]):
                     continue
             heappop(heap)
         return None
+
+
+class Ranked(Policy[S], Generic[S]):
+    """A policy that evicts the leaf of the lowest rank."""
+
+    def __init__(self, rank: Callable[[S], Any]) -> None:
+        self._leaves = Leaves(rank)
+
+    @override
+    def insert(self, segment: S) -> None:
+        self._leaves.push(segment)
+
+    @override
+    def release(self, segment: S) -> None:
+        self._leaves.push(segment)
+
+    @override
+    def victim(self, blocks: int) -> S | None:
+        return self._leaves.first()

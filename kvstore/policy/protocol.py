@@ -1,4 +1,6 @@
-"""The contract of an eviction policy. It orders; the index decides what may go."""
+"""The contract of an eviction policy: it orders segments; the index decides which are evictable."""
+
+# ruff: noqa: ARG002 - a notification has no effect by default
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 
 class Evictable(Protocol):
-    """What a policy may know of a segment."""
+    """A segment as a policy sees it."""
 
     last_use: int
     start: int
@@ -15,21 +17,21 @@ class Evictable(Protocol):
 
     @property
     def parent(self) -> Any:
-        """The segment above it, whose end it hangs on; still known when it was removed."""
+        """The segment that it is a child of; still set after its removal."""
         ...
 
     @property
     def stop(self) -> int:
-        """Number of the block after its last one: how deep its tail lies."""
+        """Number of the block after its last one, counted from the root."""
         ...
 
     @property
     def is_evictable(self) -> bool:
-        """Say whether its last block is there, is a leaf, and nobody protects it."""
+        """Whether it is a leaf of the tree without pins."""
         ...
 
     def key(self, number: int) -> Hashable:
-        """Return what tells its block ``number`` from all others, also after it has gone."""
+        """Return the unique key of its block ``number``, the same after an eviction."""
         ...
 
 
@@ -39,48 +41,46 @@ S = TypeVar("S", bound=Evictable)
 class Policy(Protocol[S]):
     """Eviction order over the segments of one index.
 
-    The policy owns its bookkeeping and hears of every change. It never walks the tree.
+    The index notifies the policy of every change; by default a notification has no effect.
 
-    A use is told of the deepest segment of a path alone. It is one of everything above too, so a
-    parent takes over the uses of a child that is removed. ``docs/decisions/0030`` has the reasons.
+    ``touch`` names only the deepest segment of a chain. It is a use of all its ancestors too, so a
+    parent takes over the uses of a removed child. Source: docs/decisions/0030.
 
-    Threads: none; the index's caller serialises.
+    Threads: the caller of the index serialises every call.
     """
 
     def fresh(self) -> Self:
-        """Return another policy of this kind that knows no segment yet."""
+        """Return a new policy of this kind without segments."""
         return type(self)()
 
     def insert(self, segment: S) -> None:
-        """Hear of a new leaf; from one that was asked for later, of what there is by then.
+        """Add a new leaf. A policy made later gets every present segment, by last use.
 
         Its parent has the same ``last_use`` if one request made both.
         """
-        ...
 
     def resize(self, segment: S) -> None:
-        """Hear that ``segment`` lost its tail, or that the request that made it added to its end."""
-        ...
+        """``segment`` lost blocks at its end, or the request that made it added some."""
+        return
 
     def touch(self, segment: S) -> None:
-        """Hear that a request used ``segment`` to its end."""
-        ...
+        """A request used all blocks of ``segment``."""
+        return
 
     def split(self, upper: S, lower: S) -> None:
-        """Hear that ``upper`` was cut off the front of ``lower``; ``upper`` is no leaf."""
-        ...
+        """``upper`` is a new segment of the first blocks of ``lower``; it is no leaf."""
+        return
 
     def release(self, segment: S) -> None:
-        """Hear that ``segment`` became evictable: its last child died, or a pin went."""
-        ...
+        """``segment`` became evictable: its last child or its last pin was removed."""
 
     def remove(self, segment: S) -> None:
-        """Hear that ``segment`` left the index."""
-        ...
+        """``segment`` was removed from the index."""
+        return
 
     def victim(self, blocks: int) -> S | None:
-        """Return the evictable segment whose tail goes next, or None if there is none.
+        """Return the evictable segment to evict from next, or None if there is none.
 
-        Its last ``blocks`` blocks, or all that it has, go at once: ``resize`` or ``remove`` follows.
+        Its last ``blocks`` blocks, or all of fewer, are removed next: ``resize`` or ``remove`` follows.
         """
         ...

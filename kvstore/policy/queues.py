@@ -13,7 +13,7 @@ from kvstore.policy.protocol import Policy, S
 
 
 class Queue(Leaves[S], Generic[S]):
-    """Segments by their place, and how many blocks they have."""
+    """Segments by their position in one queue, and their number of blocks."""
 
     __slots__ = ("blocks", "places")
 
@@ -26,7 +26,7 @@ class Queue(Leaves[S], Generic[S]):
 class _Queues(Policy[S], Generic[S]):
     """A policy that keeps each segment in one of its queues.
 
-    Subclasses say where a new segment enters, what a use does, and which queue a victim is from.
+    Subclasses choose the queue of a new segment, the effect of a use, and the queue of a victim.
     """
 
     def __init__(self, queues: int) -> None:
@@ -37,10 +37,10 @@ class _Queues(Policy[S], Generic[S]):
         self._blocks = 0
         """Blocks in all queues."""
         self._end = count().__next__
-        """Returns the next place at the end of a queue that is no LRU."""
+        """Returns the next position at the end of a queue that is no LRU."""
 
     def enter(self, segment: S, queue: Queue[S], place: int) -> None:
-        """Put a new segment into a queue, as a leaf."""
+        """Add a new segment to a queue, as a leaf."""
         size = segment.stop - segment.start
         self._sizes[segment] = size
         self._blocks += size
@@ -50,7 +50,7 @@ class _Queues(Policy[S], Generic[S]):
         queue.push(segment)
 
     def move(self, segment: S, queue: Queue[S], place: int) -> None:
-        """Put a segment into another queue, as a leaf if it is one."""
+        """Move a segment to another queue, as a leaf if it is one."""
         old, size = self._queue[segment], self._sizes[segment]
         del old.places[segment]
         old.blocks -= size
@@ -61,7 +61,7 @@ class _Queues(Policy[S], Generic[S]):
             queue.push(segment)
 
     def made_with(self, segment: S) -> Queue[S] | None:
-        """Return the queue of the parent if the same request made it, so that both fare alike."""
+        """Return the queue of the parent if the same request made both, else None."""
         parent = segment.parent
         if parent is None or parent.last_use != segment.last_use:
             return None
@@ -74,10 +74,6 @@ class _Queues(Policy[S], Generic[S]):
         self._sizes[segment] = size
         self._queue[segment].blocks += more
         self._blocks += more
-
-    @override
-    def touch(self, segment: S) -> None:
-        pass
 
     @override
     def split(self, upper: S, lower: S) -> None:
@@ -99,14 +95,14 @@ class _Queues(Policy[S], Generic[S]):
 
 
 class _TwoQueues(_Queues[S], Generic[S]):
-    """A queue of what came lately, and one of what has shown to be used."""
+    """A queue of new segments, and one of segments kept for their uses."""
 
     def __init__(self) -> None:
         super().__init__(2)
         self._new, self._kept = self._queues
 
     def choose(self, *, is_new: bool) -> S | None:
-        """Return the first of the new ones, or else of the kept ones, of the others if there is none."""
+        """Return the first new or kept segment; the first of the other queue if there is none."""
         new, kept = self._new, self._kept
         if is_new:
             return new.first() or kept.first()
@@ -114,19 +110,19 @@ class _TwoQueues(_Queues[S], Generic[S]):
 
 
 class _Probation(_TwoQueues[S], Generic[S]):
-    """Segments evicted from the new ones are remembered, and kept when they come back."""
+    """New segments that were evicted and return are kept."""
 
     NEW_SHARE: float
-    """Share of all blocks that the new may hold."""
+    """Largest share of all blocks in the queue of new segments."""
     GHOST_SHARE: float
-    """Blocks that are remembered, as a share of those that are there."""
+    """Most blocks recorded as ghosts, as a share of all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ghosts = Ghosts()
 
     def place(self, segment: S) -> int:
-        """Return where a segment that enters a queue now stands in it."""
+        """Return the position of a segment that enters a queue now."""
         raise NotImplementedError
 
     @override
@@ -136,15 +132,15 @@ class _Probation(_TwoQueues[S], Generic[S]):
             is_kept = self._ghosts.take(segment)
             queue = self._kept if is_kept else self._new
         self.enter(segment, queue, self.place(segment))
-        # Not when room was made: a segment is looked up before that, and may be what was forgotten.
+        # Here, not on eviction: a returning segment is stored after room was made for it.
         self._ghosts.shrink(self.GHOST_SHARE * self._blocks)
 
 
 class TwoQ(_Probation[S], Generic[S]):
-    """Evict new segments first in first out; what comes back after that is kept by last use."""
+    """Evict new segments in order of arrival; those that return after it are kept by last use."""
 
     NEW_SHARE, GHOST_SHARE = 0.25, 0.5
-    """Johnson and Shasha's own: a quarter for the new, ghosts for half of the blocks."""
+    """As Johnson and Shasha: a quarter for new segments, ghosts for half of the blocks."""
 
     @override
     def place(self, segment: S) -> int:
@@ -170,27 +166,27 @@ class TwoQ(_Probation[S], Generic[S]):
 
 
 class S3Fifo(_Probation[S], Generic[S]):
-    """Evict from a small queue of new segments; what was used twice moves to the main one."""
+    """Evict from a small queue of new segments; segments used twice move to the main one."""
 
     NEW_SHARE, GHOST_SHARE, MOVING, MOST = 0.1, 0.9, 2, 3
-    """Yang et al.'s: a tenth for the new, as many ghosts as main blocks, two uses to move, and three
-    that count."""
+    """As Yang et al.: a tenth for new segments, as many ghosts as main blocks, two uses to move, at
+    most three uses counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self._marks: dict[S, int] = {}
-        """Uses that still speak for a segment, where there are any."""
+        """Uses of a segment since it was last spared, if any."""
 
     @override
     def place(self, segment: S) -> int:
         return self._end()
 
     def mark(self, segment: S, uses: int) -> None:
-        """Count uses of a segment."""
+        """Add uses to a segment."""
         self._marks[segment] = min(self.MOST, self._marks.get(segment, 0) + uses)
 
     def spend(self, segment: S, uses: int) -> None:
-        """Take uses of a segment away. They were its parent's too, which was not asked yet."""
+        """Move uses of a segment to its parent, which was used too."""
         left = self._marks.pop(segment) - uses
         if left:
             self._marks[segment] = left
@@ -228,23 +224,23 @@ class S3Fifo(_Probation[S], Generic[S]):
 
 
 class Arc(_TwoQueues[S], Generic[S]):
-    """Evict by last use from what was used once or from what was used again, as ghosts advise.
+    """Evict by last use from the segments used once or from those used again, balanced by ghosts.
 
-    What was evicted from each side is remembered. When it comes back, that side gets more room.
+    A segment that returns after an eviction gives its side more room.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._ghosts = (Ghosts(), Ghosts())
         self._used: set[S] = set()
-        """Kept segments that were used while they were there, or below which one was."""
+        """Kept segments with a use of their own, or of a removed descendant."""
         self._target = 0.0
-        """Blocks that new segments may hold."""
+        """Most blocks of new segments."""
         self._most = 0
-        """Blocks held at most so far: what the tier can hold."""
+        """Most blocks so far: the capacity of the tier."""
 
     def _is_remembered(self, segment: S) -> bool:
-        """Say whether a new segment resumes what was evicted lately, and learn from it."""
+        """Say whether a new segment resumes a recent eviction, and adapt the target."""
         new, kept = self._ghosts
         blocks = segment.stop - segment.start
         news, kepts = new.blocks, kept.blocks
@@ -298,7 +294,10 @@ class Arc(_TwoQueues[S], Generic[S]):
 
 
 class Slru(_Queues[S], Generic[S]):
-    """Evict from the lowest of four LRU queues. A use lifts by one; what is over a quarter sinks."""
+    """Evict from the lowest of four LRU queues.
+
+    A hit promotes a segment one queue; a queue over a quarter of the blocks demotes its oldest.
+    """
 
     QUEUES = 4
     """Huang et al.'s S4LRU."""
@@ -307,11 +306,11 @@ class Slru(_Queues[S], Generic[S]):
         super().__init__(self.QUEUES)
 
     def level(self, segment: S) -> int:
-        """Return the number of the queue that a segment is in, from the lowest."""
+        """Return the number of a segment's queue, from the lowest."""
         return self._queues.index(self._queue[segment])
 
     def limit(self) -> float:
-        """Return how many blocks a queue may have. The lowest has what is over."""
+        """Return the most blocks of a queue above the lowest."""
         return self._blocks / self.QUEUES
 
     @override

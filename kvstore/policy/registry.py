@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""Eviction policies by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.policy.queues import Arc, S3Fifo, Slru, TwoQ
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A policy as a user sees it."""
+    """A policy with its summary and source."""
 
     make: type[Policy[Any]]
     summary: str
@@ -24,7 +24,7 @@ class Entry:
 
     @property
     def parameters(self) -> dict[str, float]:
-        """The constants of its class and of those it is made of, as published."""
+        """The constants of its class and its bases, as published."""
         return {
             name.lower(): value
             for kind in reversed(self.make.__mro__)
@@ -35,55 +35,33 @@ class Entry:
 
 POLICIES: Mapping[str, Entry] = MappingProxyType(
     {
-        "lru": Entry(Lru, "what was used least recently goes", "Mattson et al. 1970"),
+        "lru": Entry(Lru, "evicts the least recently used", "Mattson et al. 1970"),
         "arc": Entry(
-            Arc,
-            "two LRU lists, used once and used again, balanced by what comes back",
-            "Megiddo, Modha, FAST 2003",
+            Arc, "two LRU lists, balanced by returning blocks", "Megiddo, Modha, FAST 2003"
         ),
         "s3fifo": Entry(
-            S3Fifo,
-            "a small queue for the new, a main one for what was used twice",
-            "Yang et al., SOSP 2023",
+            S3Fifo, "queues for new blocks and for used ones", "Yang et al., SOSP 2023"
         ),
-        "sieve": Entry(
-            Sieve, "a hand passes the queue and takes what was not used", "Zhang et al., NSDI 2024"
-        ),
-        "clock": Entry(
-            Clock, "first in first out, but what was used goes round again", "Corbato 1968"
-        ),
-        "fifo": Entry(Fifo, "what was stored first goes", "-"),
-        "lfu": Entry(Lfu, "what was used least often goes", "-"),
+        "sieve": Entry(Sieve, "a hand evicts the unused in order", "Zhang et al., NSDI 2024"),
+        "clock": Entry(Clock, "first in first out; a use gives another round", "Corbato 1968"),
+        "fifo": Entry(Fifo, "evicts the first stored", "-"),
+        "lfu": Entry(Lfu, "evicts the least often used", "-"),
         "2q": Entry(
-            TwoQ,
-            "a queue for the new, LRU for what comes back after it",
-            "Johnson, Shasha, VLDB 1994",
+            TwoQ, "FIFO for new blocks, LRU for returning ones", "Johnson, Shasha, VLDB 1994"
         ),
-        "slru": Entry(
-            Slru,
-            "four LRU lists; a use lifts by one, what overflows sinks by one",
-            "Huang et al., SOSP 2013",
-        ),
-        "gdsf": Entry(
-            Gdsf, "uses and the age of the cache at the last one", "Cherkasova, HPL-98-69"
-        ),
+        "slru": Entry(Slru, "four LRU lists; a use promotes by one", "Huang et al., SOSP 2013"),
+        "gdsf": Entry(Gdsf, "uses, plus the age at the last one", "Cherkasova, HPL-98-69"),
         "cost": Entry(
-            Cost,
-            "gdsf, with blocks worth what recomputing them at their depth costs",
-            "after Marconi, arXiv 2411.19379",
+            Cost, "gdsf, weighted by recomputation cost", "after Marconi, arXiv 2411.19379"
         ),
-        "ttl": Entry(Ttl, "what expires first goes, then what was used least recently", "-"),
+        "ttl": Entry(Ttl, "evicts what expires first, then by last use", "-"),
     }
 )
-"""Each is one class, in the tiers and in the simulator."""
+"""The tiers and the simulator use the same classes."""
 
 
 def make_policy(name: str) -> Policy[Any]:
-    """Return a new policy.
-
-    Raises:
-        ValueError: naming the policies there are.
-    """
+    """Return a new policy. Raises ``ValueError`` for an unknown name."""
     if name not in POLICIES:
         msg = f"no policy named {name!r}; expected one of {', '.join(POLICIES)}"
         raise ValueError(msg)

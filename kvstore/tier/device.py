@@ -1,8 +1,4 @@
-"""The device tier: blocks in fixed pages of torch tensors, found by page table.
-
-A page holds one block. It knows pages, entries and how to decode them; it knows no prefix and no
-policy. On a machine without a GPU the tensors are CPU tensors and everything else is the same.
-"""
+"""The device tier: pages of torch tensors, one block each, on a GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -30,15 +26,15 @@ class DeviceTier:
     Invariants:
         A page is free or allocated; ``free_pages`` plus allocated pages is ``page_count``.
 
-    Threads: allocation and freeing are serialised by the cache's lock; copies and gathers are not.
+    Threads: the caller serialises allocation and freeing; copies and gathers may run at any time.
     """
 
     name = "device"
 
     def __init__(self, frame_format: Frames, capacity_bytes: int, device: str) -> None:
-        """Allocate all pages at once. Raises ``ConfigError`` for a device that is not there.
+        """Allocate all pages. Raises ``ConfigError`` if the device is missing or too small.
 
-        They are made outside inference mode whoever asks, so that anyone may write them.
+        They are made outside inference mode, so that they can be written in and outside it.
         """
         self._format = frame_format
         self.layout = frame_format.layout
@@ -73,11 +69,11 @@ class DeviceTier:
             if self.device.type == "cpu"
             else None
         )
-        """All pages, if the host can write them."""
+        """All pages as a frame target, if they are in host memory."""
 
     @property
     def free_pages(self) -> int:
-        """Pages that hold nothing."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
@@ -88,7 +84,7 @@ class DeviceTier:
         return [self._free.pop() for _ in range(count)]
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
+        """Free pages."""
         self._free.extend(pages)
         assert len(self._free) <= self.page_count, "a page was freed twice"
 
@@ -97,9 +93,9 @@ class DeviceTier:
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
 
     def write(self, page: int, frame: memoryview) -> str | None:
-        """Copy a frame's payload into a page; return why it is bad, or None.
+        """Copy a frame's payload to a page; return its fault or None.
 
-        After a fault the page holds anything, and nobody may be told of it.
+        After a fault the content of the page is undefined.
         """
         if self._target is not None:
             return self._format.scatter(frame, self._target, page)
@@ -117,7 +113,7 @@ class DeviceTier:
         block: int,
         wave: Wave | None = None,
     ) -> None:
-        """Copy a page to its place as the ``block``-th block of host ``entries``, of a wave or all."""
+        """Copy a page to block ``block`` of host ``entries``: the layers of ``wave``, or all."""
         for group in self._format.layout.global_groups:
             count = self._format.entries[group.name]
             target = entries[group.name][:, block * count : (block + 1) * count]

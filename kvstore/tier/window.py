@@ -1,14 +1,13 @@
-"""The window pool: host memory for window KV, kept for minutes and never written anywhere.
+"""The window pool: window KV in host memory, kept for minutes and never written to a disk.
 
-Its entries are ``WindowSnapshot`` values under the hash of the prefix they end. The pool knows no
-tier, and no tier knows it: window KV has no way to a disk.
+It maps the hash of a prefix to the ``WindowSnapshot`` that ends there.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from kvstore.layout import Layout
 from kvstore.layout.replay import WindowSnapshot
 
 POISON = 0xFF
-"""Byte that freed rows are filled with in debug mode: NaN in every float format that rows have."""
+"""Byte that fills freed rows in debug mode: NaN in every float format of rows."""
 
 
 @dataclass(slots=True)
@@ -33,19 +32,19 @@ class _Held:
     expires: float
     pins: int = 0
     is_used: bool = False
-    """Whether any hit has used it."""
+    """Whether a hit has used it."""
     is_doomed: bool = False
-    """Dropped while pinned: freed with the last pin."""
+    """Dropped while pinned; freed with the last pin."""
 
 
 class WindowPool:
-    """Window snapshots in host memory: a cap in bytes, a time to live, least recent out first.
+    """Window snapshots in host memory, with a cap in bytes, a time to live and LRU eviction.
 
     Invariants:
         ``used_bytes`` equals the sizes of all snapshots held and never exceeds ``capacity_bytes``.
-        A pinned snapshot stays readable until its last pin goes.
+        A pinned snapshot stays readable until its last pin is dropped.
 
-    Threads: none of its own; the cache's lock serialises every call.
+    Threads: the caller serialises every call.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class WindowPool:
         self.capacity_bytes = capacity_bytes
         self.ttl_seconds = ttl_seconds
         self.rows = rows
-        """Most rows kept of a snapshot; the older ones are cut off, at a whole entry."""
+        """Most rows kept of a snapshot, rounded up to whole entries; older ones are cut off."""
         self.used_bytes = 0
         self._cut = math.lcm(*(group.tokens_per_entry for group in layout.window_groups))
         self._clock = clock
@@ -72,13 +71,13 @@ class WindowPool:
         self.evicted = 0
         self.expired = 0
         self.refused = 0
-        """Windows that did not fit beside what is pinned, or at all."""
+        """Windows that did not fit beside pinned ones, or at all."""
         self.evicted_unused = 0
         """Windows evicted or expired before any hit used them."""
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one whole snapshot: the least capacity with which the pool holds any."""
+        """Bytes of one whole snapshot, the smallest capacity that holds any."""
         rows = -(-self.rows // self._cut) * self._cut
         return sum(
             len(group.layers) * (rows // group.tokens_per_entry) * group.entry_bytes
@@ -87,11 +86,11 @@ class WindowPool:
 
     @property
     def is_too_small(self) -> bool:
-        """Say whether no whole snapshot fits, so that lookups which need a window find none."""
+        """Whether no whole snapshot fits, so that lookups that need a window find none."""
         return self.capacity_bytes < self.snapshot_bytes
 
     def __len__(self) -> int:
-        """How many snapshots are held."""
+        """Number of snapshots."""
         return len(self._held)
 
     def put(
@@ -102,10 +101,10 @@ class WindowPool:
         owner: BlockHash,
         is_replayed: bool = False,
     ) -> bool:
-        """Keep a copy of ``snapshot`` as the window that ends the prefix ``key`` of ``owner``.
+        """Copy ``snapshot`` to the pool as the window that ends the prefix ``key`` of ``owner``.
 
-        Returns False when it was not kept: a replayed one never replaces one that is there, and
-        one larger than what pins leave free does not fit. Then the pool is as it was before.
+        Returns False, and changes nothing, for a replayed snapshot of a key that the pool holds, and
+        for a snapshot that does not fit beside pinned ones.
         """
         self.expire()
         present = self._held.get(key)
@@ -131,14 +130,18 @@ class WindowPool:
         return True
 
     def peek(self, key: BlockHash) -> WindowSnapshot | None:
-        """Return the snapshot that ends ``key``, without making it recent."""
+        """Return the snapshot that ends ``key``, without a change of recency."""
         held = self._held.get(key)
         if held is None or held.expires <= self._clock():
             return None
         return held.snapshot
 
+    def longest(self, hashes: Sequence[BlockHash], blocks: int) -> int:
+        """Return the most blocks, up to ``blocks``, of a prefix whose window is held."""
+        return next((n for n in range(blocks, 0, -1) if self.peek(hashes[n - 1])), 0)
+
     def pin(self, key: BlockHash) -> WindowSnapshot | None:
-        """Return the snapshot that ends ``key``, recent and protected until ``unpin``."""
+        """Return the snapshot that ends ``key``, as most recent, protected until ``unpin``."""
         if self.peek(key) is None:
             return None
         held = self._held[key]
@@ -149,7 +152,7 @@ class WindowPool:
         return held.snapshot
 
     def unpin(self, snapshot: WindowSnapshot) -> None:
-        """Give back one pin of a snapshot that ``pin`` returned."""
+        """Drop one pin of a snapshot that ``pin`` returned."""
         held = self._pinned[id(snapshot)]
         held.pins -= 1
         if not held.pins:
@@ -158,7 +161,7 @@ class WindowPool:
                 self._free(held)
 
     def expire(self) -> None:
-        """Drop every snapshot whose time is up."""
+        """Drop every expired snapshot."""
         now = self._clock()
         for key, held in [item for item in self._held.items() if item[1].expires <= now]:
             self._drop(key, held)
@@ -166,7 +169,7 @@ class WindowPool:
             self.evicted_unused += not held.is_used
 
     def keys(self) -> frozenset[BlockHash]:
-        """Return the prefixes whose window is here, for those who decide in another process."""
+        """Return the hashes of the prefixes whose window is held."""
         self.expire()
         return frozenset(self._held)
 
@@ -188,7 +191,7 @@ class WindowPool:
         }
 
     def _obtainable_bytes(self) -> int:
-        """Bytes that are free or held by what nobody pins."""
+        """Bytes that are free or of unpinned snapshots."""
         loose = sum(held.size for held in self._held.values() if not held.pins)
         return self.capacity_bytes - self.used_bytes + loose
 
@@ -204,7 +207,7 @@ class WindowPool:
     def _drop(self, key: BlockHash, held: _Held) -> None:
         del self._held[key]
         if held.pins:
-            held.is_doomed = True  # its bytes stay accounted for until the last pin goes
+            held.is_doomed = True  # its bytes count until the last pin is dropped
         else:
             self._free(held)
 
@@ -246,7 +249,7 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
 
 
 def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:
-    """Return rows as a host array, also those of a tensor on a device."""
+    """Return rows as a host array, copied from a device if need be."""
     found = on_host(rows)
     if found is None:
         msg = (
@@ -257,5 +260,5 @@ def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:
 
 
 def copy_of(snapshot: WindowSnapshot) -> WindowSnapshot:
-    """Return ``snapshot`` with rows of its own, so that no one else's eviction touches them."""
+    """Return ``snapshot`` with a copy of its rows, independent of the pool."""
     return replace(snapshot, rows={name: array.copy() for name, array in snapshot.rows.items()})

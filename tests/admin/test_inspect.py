@@ -14,7 +14,7 @@ from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.values import Put
 from tests.store.test_writer_faults import flip, payload_place
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, tier_of, tokens_of
 
 
 def fill(path: Path) -> object:
@@ -80,7 +80,7 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path) -> None:
     }
     flip(path, payload_place(path, tokens, 2))
     with open_cache(path) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         prefix = cache.probe(tokens).prefix  # type: ignore[arg-type]
         frame = ssd.frame(prefix.key(3))
         assert frame is not None
@@ -100,7 +100,7 @@ def test_the_negative_control_passes_every_check_but_has_other_bytes(tmp_path: P
     path = tmp_path / "s"
     tokens = fill(path)
     with open_cache(path) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         prefix = cache.probe(tokens).prefix  # type: ignore[arg-type]
         mine, other = ssd.frame(prefix.key(2)), ssd.frame(prefix.key(3))
         record = ssd.record(prefix.key(2))
@@ -143,7 +143,7 @@ def test_a_record_that_is_its_own_parent_ends_the_chain(tmp_path: Path) -> None:
         tokens = tokens_of(33)
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        tier = cache._shared.ssd
+        tier = tier_of(cache)
         key = cache.lookup(tokens).prefix.key(2)
         tier.amend([key], parent=key)
     block = admin.inspect_block(path, key.hex())
@@ -155,6 +155,6 @@ def test_a_namespace_fact_with_odd_values_is_still_plain_json(tmp_path: Path) ->
     path = tmp_path / "s"
     with open_cache(path) as cache:
         fact = b'{"model": NaN, "tenant": 1e999, "id": "x", "weights": "w"}'
-        cache._shared.ssd.set_fact("namespace:1", fact)
+        tier_of(cache).set_fact("namespace:1", fact)
     (space,) = json.loads(json.dumps(admin.store_stats(path), allow_nan=False))["namespaces"]
     assert (space["id"], space["model"], space["weights"]) == (1, "?", "w")

@@ -22,7 +22,16 @@ from kvstore.cli import main as cli
 from kvstore.tier.ssd import database, files, opening, owner_lock
 from kvstore.tier.ssd import tier as ssd_module
 from kvstore.tier.ssd.tier import SsdTier
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    assert_entries,
+    entries_of,
+    open_cache,
+    owned,
+    tier_of,
+    tokens_of,
+)
 
 
 def nothing(done: int, total: int) -> None:
@@ -257,14 +266,14 @@ def test_an_owner_may_compact_and_go_on(tmp_path: Path) -> None:
     path = tmp_path / "s"
     size = holes(path)
     with open_cache(path) as cache:
-        cache._shared.ssd.compact()
+        tier_of(cache).compact()
         assert (path / "data.mdb").stat().st_blocks * 512 < size
         tokens = tokens_of(20 * BLOCK + 1, 77)
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
         with cache.lookup(tokens) as match:
             assert_entries(DENSE, cache.read(match), tokens, 20 * BLOCK)
-        assert cache._shared.ssd.fact("clean") == b"0"
+        assert tier_of(cache).fact("clean") == b"0"
     assert hits(path, range(77, 78)) == [20]
 
 
@@ -346,7 +355,7 @@ def test_a_reader_that_opens_during_the_exchange_gets_the_new_file(
     monkeypatch.setattr(opening, "environment", slow)
     with open_cache(path, role="reader") as cache:
         assert len(calls) == 2
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         assert os.fstat(ssd._file).st_ino == (path / "data.mdb").stat().st_ino
 
 

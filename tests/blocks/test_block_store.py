@@ -33,7 +33,7 @@ from kvstore.blocks.keys import keys_root, named
 from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import Header
 from kvstore.store.store_format import StoreFormat, format_text
-from tests.stores import open_cache
+from tests.stores import inside, open_cache
 
 SIZE = 5000
 KEYS_ROOT = keys_root(None)
@@ -73,7 +73,7 @@ def assert_served(store: BlockStore, keys: list[Any]) -> None:
 
 
 def tree(store: BlockStore) -> KeyedBlocks:
-    return store._shared
+    return inside(store)
 
 
 def chain(count: int, name: str = "c") -> tuple[list[str], list[str | None]]:

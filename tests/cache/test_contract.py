@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from kvstore import ConfigError, LayoutMismatch, Namespace, PrefixCache, StoreError
-from kvstore.cache.shared import LEASE_SECONDS
+from kvstore.cache.leases import LEASE_SECONDS
 from tests.stores import (
     BLOCK,
     DENSE,
@@ -25,8 +25,10 @@ from tests.stores import (
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
     owned,
+    tier_of,
     tokens_of,
 )
 
@@ -312,7 +314,7 @@ def test_a_block_that_goes_between_lookup_and_read_shortens_the_hit(tmp_path: Pa
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
         with cache.lookup(tokens) as match:
-            cache._shared.ssd.delete([match.prefix.key(n) for n in (4, 3)])
+            tier_of(cache).delete([match.prefix.key(n) for n in (4, 3)])
             found = cache.read(match)
             assert found.tokens == match.hit_tokens == match.replay_start == 3 * BLOCK
             assert_entries(DENSE, found, tokens, 3 * BLOCK)
@@ -351,7 +353,7 @@ with open_cache(sys.argv[1], role="reader") as cache:
             assert reader.stdout is not None
             assert reader.stdin is not None
             assert reader.stdout.readline().split() == [str(5 * BLOCK)]
-            cache._shared.ssd.delete(keys)
+            tier_of(cache).delete(keys)
             reader.stdin.write("\n")
             reader.stdin.flush()
             assert reader.stdout.readline().split() == [str(2 * BLOCK)] * 2
@@ -449,13 +451,7 @@ def test_a_full_queue_drops_and_counts_instead_of_blocking(tmp_path: Path) -> No
     tokens = tokens_of(2000 * BLOCK)
     with open_cache(tmp_path / "s", ssd_bytes="24MiB", request_share=1) as cache:
         gate = threading.Event()
-        put = cache._shared.ssd.put
-
-        def slow_put(*args: Any) -> None:
-            gate.wait(30)
-            put(*args)
-
-        cache._shared.ssd.put = slow_put  # type: ignore[method-assign,assignment]
+        tier_of(cache).hooks["put"] = lambda *_: gate.wait(30)
         stored = cache.store(tokens, entries_of(DENSE, tokens), wait=0)
         assert stored.dropped > 0
         assert stored.end // BLOCK + stored.dropped == 2000
@@ -495,7 +491,7 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
         assert failures == []
         cache.flush()
         index = owned(cache).index
-        assert index.blocks == cache._shared.ssd.block_count
+        assert index.blocks == tier_of(cache).block_count
         assert owned(cache).pending == {}
         assert not any(segment.pins for segment in index)
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
@@ -565,7 +561,7 @@ def test_ttl_expires_and_storing_again_renews(tmp_path: Path) -> None:
     tokens = tokens_of(3 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         wall = Clock()
-        cache._shared.context.wall_clock = wall
+        inside(cache).context.wall_clock = wall
         cache.store(tokens, entries_of(DENSE, tokens), ttl=60)
         cache.flush()
         assert cache.lookup(tokens).hit_tokens == 3 * BLOCK
@@ -591,7 +587,7 @@ def test_a_parent_lives_as_long_as_what_hangs_on_it(tmp_path: Path, is_flushed: 
             cache.flush()
         cache.store(tokens, entries_of(DENSE, tokens, 2 * BLOCK), 2 * BLOCK)
     with open_cache(tmp_path / "s") as cache:
-        cache._shared.context.wall_clock = lambda: time.time() + 1e6
+        inside(cache).context.wall_clock = lambda: time.time() + 1e6
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
 
 
@@ -754,6 +750,6 @@ def test_salts_that_come_and_go_leave_nothing_in_memory(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         for number in range(50):
             cache.scope(replace(NAMESPACE, tenant=str(number))).probe(tokens_of(BLOCK + 1))
-        assert cache._shared._generations == {}
+        assert inside(cache).generations._newest == {}
         cache.bump_generation()
-        assert list(cache._shared._generations.values()) == [1]
+        assert list(inside(cache).generations._newest.values()) == [1]

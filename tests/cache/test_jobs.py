@@ -25,18 +25,20 @@ from kvstore import (
     StoreError,
 )
 from kvstore.cache import jobs
-from kvstore.cache.shared import SharedTiers
+from kvstore.cache.writes import Writes
 from kvstore.codec import codec_for
 from kvstore.frame.format import FrameFormat
-from kvstore.tier.paged import PagedEntries
+from kvstore.tier.engine_copy import PagedEntries
 from tests.stores import (
     BLOCK,
     DENSE,
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
     owned,
+    paged,
     tokens_of,
 )
 from tests.streams import Stream
@@ -482,9 +484,9 @@ def test_who_cancels_waits_for_copies_and_for_nothing_else(
     engine = Engine(DENSE, 4)
     engine.fill(tokens)
     offered, room = threading.Event(), threading.Event()
-    store = SharedTiers.store
+    store = Writes.store
 
-    def late_store(self: SharedTiers, *args: Any, **options: Any) -> Any:
+    def late_store(self: Writes, *args: Any, **options: Any) -> Any:
         offered.set()
         assert room.wait(30)  # as for room in the queue of a slow disk
         return store(self, *args, **options)
@@ -495,7 +497,7 @@ def test_who_cancels_waits_for_copies_and_for_nothing_else(
         assert hold_jobs.reached.wait(30)
         queued.cancel()  # it has not had its turn
         assert not copying.done
-        monkeypatch.setattr(SharedTiers, "store", late_store)
+        monkeypatch.setattr(Writes, "store", late_store)
         hold_jobs()
         assert offered.wait(30)
         copying.cancel()  # its copy is made
@@ -696,7 +698,7 @@ def test_a_job_that_comes_too_late_is_over_at_once(
     cache.flush()
     match = cache.lookup(tokens)
     cache.close()
-    monkeypatch.setattr(cache._shared, "guard", lambda: None)  # passed before the store was closed
+    monkeypatch.setattr(inside(cache), "guard", lambda: None)  # passed before the store was closed
     threads = threading.active_count()
     load, save = cache.load(match, engine.pages), cache.save(tokens, engine.pages)
     assert load.done
@@ -884,9 +886,8 @@ def test_a_prefix_grows_by_publishing_behind_loaded_pages(tmp_path: Path) -> Non
 
 
 def paged_evict(cache: PrefixCache, count: int) -> list[Any]:
-    pages = cache._shared.pages
-    assert pages is not None
-    keys = pages.index.evict(count, cache._shared.context.wall_clock())
+    pages = paged(cache)
+    keys = pages.index.evict(count, inside(cache).context.wall_clock())
     pages._free(keys)
     return keys
 

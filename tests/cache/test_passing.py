@@ -22,7 +22,17 @@ from kvstore.store.failures import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    assert_entries,
+    entries_of,
+    inside,
+    open_cache,
+    owned,
+    tier_of,
+    tokens_of,
+)
 
 SLOTS = 512
 
@@ -223,7 +233,7 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
     path = tmp_path / "s"
     with open_cache(path) as cache:
         put(cache, 1)
-        shared = cache._shared
+        shared = inside(cache)
         scrub = Scrubber(
             shared.context, owned(cache), shared.format, bytes_per_second=1 << 30, keys_root=None
         )
@@ -254,18 +264,12 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
 @pytest.mark.parametrize("error", [*PASSING, *DAMAGE], ids=name)
 def test_writing_goes_on_by_itself_unless_the_file_is_damaged(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: BaseException,
 ) -> None:
     clock = Clock()
-
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise error
-
     with open_cache(tmp_path / "s", clock=clock) as cache:
-        with monkeypatch.context() as patched:
-            patched.setattr(owned(cache).ssd, "put", fail)
+        with tier_of(cache).failing("put", error):
             for seed in range(WRITE_ERRORS_TO_READ_ONLY):
                 assert put(cache, seed)[1] == 0
             stops = error not in PASSING

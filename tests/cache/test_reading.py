@@ -24,7 +24,9 @@ from tests.stores import (
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
+    tier_of,
     tokens_of,
 )
 
@@ -78,17 +80,17 @@ def entries_in(pages: Pages, tokens: int, layout: Layout) -> dict[str, Any]:
 
 def damage(cache: PrefixCache, tokens: Any, number: int, layer: int | None = None) -> None:
     """Change a byte of a block on the medium, in the part of a layer or in its head."""
-    tier, form = cache._shared.ssd, cache._shared.format
+    tier, form = tier_of(cache), inside(cache).format
     assert isinstance(form, FrameFormat)
     frame = tier.frame(cache.probe(tokens).prefix.key(number))
     assert frame is not None
-    inside = 40 if layer is None else form.part_bounds[list(form.members).index(layer)][0] + 5
+    byte = 40 if layer is None else form.part_bounds[list(form.members).index(layer)][0] + 5
     with (tier.path / "data.mdb").open("r+b") as file:
         at = (data := file.read()).find(frame)
         assert at > 0
         while at > 0:  # small frames move with the pages of a tree
-            file.seek(at + inside)
-            file.write(bytes([frame[inside] ^ 1]))
+            file.seek(at + byte)
+            file.write(bytes([frame[byte] ^ 1]))
             at = data.find(frame, at + 1)
 
 
@@ -225,14 +227,14 @@ def test_layers_come_one_after_the_other_and_all_of_them(
     pages = pages_of(layout, BLOCKS)
     with open_cache(tmp_path / "s", layout, read_threads=threads) as cache:
         tokens = kept(cache, layout)
-        assert len(cache._shared.format.waves(BLOCKS)) == 3
+        assert len(inside(cache).format.waves(BLOCKS)) == 3
         job = cache.load(cache.lookup(tokens), into=pages, start=start)
         for group in layout.global_groups:
             assert all(job.wait_group(group.name, layer, SOON) for layer in group.layers)
         assert job.wait(SOON)
         assert (job.error, job.loaded_tokens, job.failed_blocks) == (None, BLOCKS * BLOCK, ())
         # Of each layer its own bytes are read, and once.
-        most = BLOCKS * cache._shared.format.frame_bytes
+        most = BLOCKS * inside(cache).format.frame_bytes
         assert 0 < cache.stats()["counters"]["read_bytes"] <= most
     found, expected = entries_in(pages, BLOCKS * BLOCK, layout), entries_of(layout, tokens[:-1])
     for group in layout.global_groups:
@@ -249,7 +251,7 @@ def test_the_first_layer_is_ready_before_the_last_is_read(
     read = SsdTier.read
     with open_cache(tmp_path / "s") as cache:
         tokens = kept(cache)
-        last = cache._shared.format.waves(BLOCKS)[-1]
+        last = inside(cache).format.waves(BLOCKS)[-1]
 
         def late(self: SsdTier, *args: Any, bounds: Any = None, **named: Any) -> ReadResult:
             assert bounds != last.bounds or opened.wait(SOON)
@@ -297,7 +299,7 @@ def test_layers_of_device_pages_come_alike(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s", device_bytes="1MiB") as cache:
         tokens = kept(cache)
         cache.load(cache.probe(tokens)).release()
-        owned = cache._shared.owned
+        owned = inside(cache).owned
         assert owned is not None
         owned.evict_to(0)
         match = cache.lookup(tokens)

@@ -13,7 +13,7 @@ import pytest
 from kvstore import ConfigError, PrefixCache, ReplayRequest, WindowSnapshot
 from kvstore.frame.format import FrameFormat
 from tests.cache.test_contract import Clock
-from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, inside, open_cache, tier_of, tokens_of
 
 W = WINDOWED.window_tokens
 GROUP = WINDOWED.group("window")
@@ -236,7 +236,7 @@ def test_a_shortened_hit_looks_for_the_window_of_where_it_ends(tmp_path: Path) -
         cache.put_window(tokens, snapshot_of(6 * BLOCK))
         with cache.lookup(tokens) as match:
             keys = [match.prefix.key(n) for n in (9, 8, 7, 6)]
-            cache._shared.ssd.delete(keys)
+            tier_of(cache).delete(keys)
             assert cache.read(match).tokens == 6 * BLOCK
             window = cache.window(match)
             assert (window.source, window.stop) == ("pool", 6 * BLOCK)
@@ -244,7 +244,7 @@ def test_a_shortened_hit_looks_for_the_window_of_where_it_ends(tmp_path: Path) -
                 window.rows["window"], snapshot_of(6 * BLOCK).rows["window"]
             )
         with cache.lookup(tokens) as match:
-            cache._shared.ssd.delete([match.prefix.key(n) for n in (5, 4)])
+            tier_of(cache).delete([match.prefix.key(n) for n in (5, 4)])
             cache.read(match)
             assert match.hit_tokens == 4 * BLOCK
             assert match.replay_start == 4 * BLOCK - W
@@ -291,7 +291,7 @@ def test_a_hook_that_returns_the_wrong_rows_is_told_so(tmp_path: Path) -> None:
             cache.window(match, lambda _: [])
         with pytest.raises(ZeroDivisionError):
             cache.window(match, lambda _: [1 / 0])  # type: ignore[arg-type]
-        assert not cache._shared.context.lock._is_owned()  # type: ignore[attr-defined]
+        assert not inside(cache).context.lock._is_owned()  # type: ignore[attr-defined]
 
 
 def test_a_hook_runs_in_the_callers_thread_with_no_lock_held(tmp_path: Path) -> None:

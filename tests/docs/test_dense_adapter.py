@@ -20,6 +20,7 @@ from kvstore.cache import Scope
 from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.values import Put
+from tests.stores import inside, tier_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "dense_adapter.py"
@@ -142,7 +143,7 @@ def test_negative_control(store: kvstore.PrefixCache) -> None:
     tokens = prompt(60)
     cold, _ = run(store, tokens)
     store.flush()
-    ssd, prefix = store._shared.ssd, store.probe(tokens).prefix
+    ssd, prefix = tier_of(store), store.probe(tokens).prefix
     mine, other, record = (
         ssd.frame(prefix.key(1)),
         ssd.frame(prefix.key(2)),
@@ -248,7 +249,7 @@ def test_aborts_between_lookup_and_read_leave_nothing_pinned(tmp_path: Path) -> 
         now = 60.0
         cache.lookup(prompt(5))
         assert cache.stats()["counters"]["expired_leases"] == 1000
-        assert not cache._shared._by_request
+        assert not inside(cache).lookups._by_request
     assert run_again(tmp_path, tokens) == 48
 
 
@@ -261,7 +262,7 @@ def test_a_full_queue_drops_and_a_later_run_stores(tmp_path: Path) -> None:
     tokens = prompt(60)
     with open_store(tmp_path / "s") as cache:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cache._shared, "store", lambda *_, **__: kvstore.Stored(0, 0, 3))
+            patch.setattr(inside(cache).writes, "store", lambda *_, **__: kvstore.Stored(0, 0, 3))
             cold, _ = run(cache, tokens)
         cache.flush()
         again, hit = run(cache, tokens)

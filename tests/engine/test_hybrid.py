@@ -37,6 +37,7 @@ from kvstore.tier.window import POISON
 from tests.engine import hybrids
 from tests.engine.hybrids import BLOCK, KINDS, WINDOW, hybrid_model, open_cache, prompt
 from tests.engine.tiny import tiny_model
+from tests.stores import tier_of
 
 Logits = NDArray[np.float32]
 log = logging.getLogger(__name__)
@@ -506,7 +507,7 @@ def test_a_damaged_block_shortens_the_hit_and_its_replay(kind: str, tmp_path: Pa
         adapter = TransformersAdapter(model, cache)
         adapter.generate(tokens, 1)
         cache.flush()
-        key, ssd = cache.probe(tokens).prefix.key(3), cache._shared.ssd
+        key, ssd = cache.probe(tokens).prefix.key(3), tier_of(cache)
         record, frame = ssd.record(key), ssd.frame(key)
         assert record is not None
         assert frame is not None

@@ -30,6 +30,7 @@ from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import head_sum
 from kvstore.tier.ssd.values import Put
 from tests.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
+from tests.stores import tier_of
 
 BLOCK = 16
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -164,7 +165,7 @@ def test_a_prompt_that_goes_on_restores_what_it_shares(tmp_path: Path) -> None:
 
 def forge(cache: kvstore.PrefixCache, tokens: list[int], target: int, source: int) -> None:
     """Give block ``target`` the payload of block ``source``, with every checksum made right."""
-    ssd, prefix = cache._shared.ssd, cache.probe(tokens).prefix
+    ssd, prefix = tier_of(cache), cache.probe(tokens).prefix
     mine, other = ssd.frame(prefix.key(target)), ssd.frame(prefix.key(source))
     record = ssd.record(prefix.key(target))
     assert mine is not None
@@ -369,7 +370,7 @@ def test_a_model_of_sliding_windows_alone_is_refused() -> None:
     model = tiny_model()
     model.config.layer_types = ["sliding_attention"] * LAYERS
     with pytest.raises(
-        ConfigError, match="sliding_attention in layer_types, which its class does not know"
+        ConfigError, match="sliding_attention in layer_types, which its class does not support"
     ):
         model_layout(model)
 

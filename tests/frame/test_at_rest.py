@@ -248,7 +248,7 @@ def test_a_store_is_packed_in_one_way_for_good(tmp_path: Path) -> None:
         ({"error_budget": "much"}, "at least 0, found 'much'"),
         (
             {"ssd_formats": None, "error_budget": 0.1},
-            "nothing is packed: name ssd_formats that lose",
+            "no format at rest is lossy: name one in ssd_formats",
         ),
     ],
 )

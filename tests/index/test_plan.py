@@ -12,13 +12,11 @@ from kvstore.index.plan import (
     Evict,
     Floors,
     Load,
-    Replay,
     Store,
     StorePlan,
     floors,
     hit_limit,
     loads,
-    replay,
     request_blocks,
     room,
     stores,
@@ -63,7 +61,6 @@ def test_with_a_window_nothing_is_replayed_and_its_rows_are_settled(window: int)
 def test_a_model_without_windows_never_replays() -> None:
     for hit in HITS:
         assert astuple(floors(hit, 0, None)) == (hit, 0, hit, hit)
-        assert replay(hit, floors(hit, 0, None)) is None
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -81,14 +78,13 @@ def test_the_example_of_a_scheduler_holds() -> None:
     hit = hit_limit(100, 16)
     assert hit == 96
     assert floors(hit, 32, None).replay_start == 64
-    assert replay(hit, floors(hit, 32, None)) == Replay(64, 96)
 
 
-def test_a_replay_that_has_its_window_is_no_step() -> None:
-    assert replay(256, floors(256, 128, 129)) is None
-    assert replay(256, floors(256, 128, None)) == Replay(128, 256)
-    assert replay(64, floors(64, 128, None)) == Replay(0, 64)
-    assert replay(0, floors(0, 128, None)) is None
+def test_a_replay_that_has_its_window_is_empty() -> None:
+    assert floors(256, 128, 129).replay_start == 256
+    assert floors(256, 128, None).replay_start == 128
+    assert floors(64, 128, None).replay_start == 0
+    assert floors(0, 128, None).replay_start == 0
 
 
 # ---- loads -------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from kvstore import BlockStore, ConfigError, PrefixCache
 from kvstore.admin.archive import export_store, import_store
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    assert_entries,
+    entries_of,
+    inside,
+    open_cache,
+    owned,
+    tokens_of,
+)
 
 CAP = 9 << 19
 """4.5 MiB: some 440 blocks below the high watermark."""
@@ -113,7 +122,7 @@ def test_a_chain_of_parents_is_bounded_and_blocks_apart_are_not(
     with BlockStore.open(
         tmp_path / "s", block_bytes=size, ssd_bytes="2MiB", request_share=0.1
     ) as store:
-        side = store._shared.owned
+        side = inside(store).owned
         assert side is not None
         most = int(side.ssd.high_bytes // side.ssd.block_bytes * 0.1)
         assert 1 < most < count

@@ -24,7 +24,7 @@ from kvstore.store import generations
 from kvstore.store.namespaces import LAST_NUMBER, namespace_facts
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, owned, tier_of, tokens_of
 
 BLOCK_BYTES = 8192
 """Bytes of a block of ``DENSE`` in the file."""
@@ -61,9 +61,9 @@ def in_memory(cache: PrefixCache) -> int:
     """Entries of all state in memory that is kept by namespace."""
     spaces = owned(cache).namespaces
     parts: list[Any] = [value for value in vars(spaces).values() if hasattr(value, "__len__")]
-    shared = cache._shared
+    shared = inside(cache)
     parts += [owned(cache).ssd.usage, owned(cache).ssd.emptied, owned(cache).index._apart]
-    parts += [shared._by_request, shared._generations, shared._leases]
+    parts += [shared.lookups._by_request, shared.generations._newest, shared.leases._lent]
     return sum(len(part) for part in parts)
 
 
@@ -156,7 +156,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_blocks_with_keys_of_their_callers_come_and_go_too(tmp_path: Path) -> None:
     with BlockStore.open(tmp_path / "s", block_bytes=3000, ssd_bytes="1MiB") as store:
-        side = store._shared.owned
+        side = inside(store).owned
         assert side is not None
         for _ in range(3):
             assert store.put([b"k"], [bytes(3000)]) == [True]
@@ -225,25 +225,18 @@ def test_the_commands_do_not_miss_a_namespace_that_just_went(
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def test_a_number_is_not_given_out_while_a_failed_delete_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_args: Any) -> None:
-        raise lmdb.DiskError("gone")
-
+def test_a_number_is_not_given_out_while_a_failed_delete_names_it(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         put(cache.scope(tenant(1)), 1)
         cache.flush()
-        spaces, ssd = owned(cache).namespaces, owned(cache).ssd
-        with monkeypatch.context() as broken:
-            broken.setattr(ssd, "delete", fail)
+        spaces, ssd = owned(cache).namespaces, tier_of(cache)
+        with ssd.failing("delete", lmdb.DiskError("gone")):
             cache.scope(tenant(1)).clear()
             spaces._last = 0  # all numbers were given out once: from the first again
             put(cache.scope(tenant(2)), 2)
             cache.flush()
             assert names(cache) == {1, 2}
-        with monkeypatch.context() as broken:
-            broken.setattr(ssd, "set_facts", fail)
+        with ssd.failing("set_facts", lmdb.DiskError("gone")):
             cache.scope(tenant(2)).clear()  # both blocks go, and no name
             spaces._last = 0
             put(cache.scope(tenant(3)), 3)
@@ -539,7 +532,7 @@ def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, seque
             assert max(record.sequence for _, record in ssd.records_after(b"", 999)) <= max(
                 sequence, 2000
             )
-            assert cache._shared.context.sequence < 2000
+            assert inside(cache).context.sequence < 2000
             with ssd._using(), ssd._begin() as txn:
                 rows = txn.stat(ssd._age)["entries"]
             assert rows <= ssd.block_count + 1

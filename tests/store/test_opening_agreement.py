@@ -12,7 +12,16 @@ import pytest
 
 from kvstore import BlockStore, ConfigError, LayoutMismatch, Lifetime, PrefixCache
 from kvstore.policy.registry import make_policy
-from tests.stores import BLOCK, DENSE, NAMESPACE, WINDOWED, entries_of, open_cache, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    NAMESPACE,
+    WINDOWED,
+    entries_of,
+    inside,
+    open_cache,
+    tokens_of,
+)
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "ssd_bytes": ("8MiB", "16MiB"),
@@ -60,7 +69,7 @@ def test_an_option_that_differs_is_an_error_that_names_it(name: str, tmp_path: P
     value, other = OPTIONS[name]
     with opened(tmp_path / "s", **{name: value}) as first:
         with opened(tmp_path / "s", **{name: value}) as second:
-            assert second._shared is first._shared
+            assert inside(second) is inside(first)
         with pytest.raises(ConfigError, match=rf"with {name} .*, found") as caught:
             opened(tmp_path / "s", **{name: other})
         assert not isinstance(caught.value, LayoutMismatch)
@@ -90,7 +99,7 @@ def test_an_option_left_out_agrees_with_anything(tmp_path: Path) -> None:
             tmp_path / "s", layout=DENSE, namespace=NAMESPACE, policy=policy, ssd_bytes=16 << 20
         ) as third,
     ):
-        assert first._shared is second._shared is third._shared
+        assert inside(first) is inside(second) is inside(third)
         assert second.block_tokens == 4 * BLOCK
 
 

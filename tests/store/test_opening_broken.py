@@ -50,9 +50,11 @@ from tests.stores import (
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
     owned,
     paged,
+    tier_of,
     tokens_of,
 )
 
@@ -153,7 +155,7 @@ def test_requests_that_are_never_released_are_forgotten_with_their_lease(tmp_pat
             cache.lookup(tokens_of(20, seed=9), request_id=f"miss {number}")
         clock.now += 31
         cache.lookup(tokens)
-        assert not cache._shared._by_request
+        assert not inside(cache).lookups._by_request
 
 
 def test_a_match_keeps_its_tokens_when_the_callers_buffer_changes(tmp_path: Path) -> None:
@@ -208,8 +210,8 @@ def test_a_match_entered_twice_is_pinned_until_it_is_left_twice(tmp_path: Path) 
         with match:
             with match:
                 pass
-            assert not match.hold.is_released  # type: ignore[union-attr]
-        assert match.hold.is_released  # type: ignore[union-attr]
+            assert not match.pins.is_released  # type: ignore[union-attr]
+        assert match.pins.is_released  # type: ignore[union-attr]
 
 
 def test_a_pin_of_queued_blocks_holds_once_they_are_stored(
@@ -232,14 +234,14 @@ def test_a_longer_life_of_queued_blocks_counts_once_they_are_stored(
     tmp_path: Path, held_writer: threading.Event
 ) -> None:
     with open_cache(tmp_path / "s") as cache:
-        now = cache._shared.context.wall_clock()
-        cache._shared.context.wall_clock = lambda: now
+        now = inside(cache).context.wall_clock()
+        inside(cache).context.wall_clock = lambda: now
         tokens = tokens_of(4 * BLOCK)
         cache.store(tokens, entries_of(DENSE, tokens), ttl=5)
         cache.store(tokens, entries_of(DENSE, tokens))
         held_writer.set()
         cache.flush()
-        cache._shared.context.wall_clock = lambda: now + 10
+        inside(cache).context.wall_clock = lambda: now + 10
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
 
 
@@ -249,7 +251,7 @@ def test_unpinning_takes_back_the_marks_of_a_segment_that_was_split(tmp_path: Pa
         cache.lookup(tokens[: 4 * BLOCK + 1])
         cache.unpin(tokens)
         cache.flush()
-        assert not any(record.is_pinned for _, record in cache._shared.ssd.records())
+        assert not any(record.is_pinned for _, record in tier_of(cache).records())
 
 
 def test_a_pin_ends_where_it_did_also_after_a_restart(tmp_path: Path) -> None:
@@ -287,18 +289,15 @@ def test_a_block_stored_again_while_it_is_removed_is_not_lost(
         threads[0].join()
         with cache.lookup(tokens) as match:
             assert_entries(DENSE, cache.read(match), tokens, 4 * BLOCK)
-        on_disk = {key for key, _ in cache._shared.ssd.records()}
+        on_disk = {key for key, _ in tier_of(cache).records()}
         assert on_disk == {key for segment in side.index for key in segment.block_keys()}
 
 
-def test_deletes_that_failed_leave_no_age_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletes_that_failed_leave_no_age_behind(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         kept(cache)
-        tier = cache._shared.ssd
-        with monkeypatch.context() as broken:
-            broken.setattr(tier, "_delete", lambda _keys: (_ for _ in ()).throw(OSError("no")))
+        tier = tier_of(cache)
+        with tier.failing("_delete", OSError("no")):
             cache.clear()
         kept(cache)
         with tier._env.begin() as txn:
@@ -331,12 +330,12 @@ def test_a_ttl_counts_in_device_pages_and_in_a_reader_too(tmp_path: Path) -> Non
     with open_cache(tmp_path / "s") as cache:
         tokens = kept(cache, ttl=3600)
         cache.load(cache.lookup(tokens)).release()
-        now = cache._shared.context.wall_clock()
-        cache._shared.context.wall_clock = lambda: now + 3601
+        now = inside(cache).context.wall_clock()
+        inside(cache).context.wall_clock = lambda: now + 3601
         assert cache.lookup(tokens).hit_tokens == 0
     with open_cache(tmp_path / "s", role="reader") as reader:
         assert reader.lookup(tokens).hit_tokens == 4 * BLOCK
-        reader._shared.context.wall_clock = lambda: now + 3601
+        inside(reader).context.wall_clock = lambda: now + 3601
         assert reader.lookup(tokens).hit_tokens == 0
 
 
@@ -352,7 +351,7 @@ def test_a_load_that_is_interrupted_leaks_no_page_and_no_pin(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as broken:
-            broken.setattr(cache._shared._reads, "each", interrupted)
+            broken.setattr(inside(cache).ssd_reads, "each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.load(cache.probe(tokens))
         assert cache.device.free_pages == free
@@ -406,7 +405,7 @@ def test_a_hit_that_needs_its_window_never_outlives_it(tmp_path: Path) -> None:
         cache.put_window(tokens, snapshot_of(WINDOWED, 0, 6 * BLOCK))
         match = cache.lookup(tokens, need_window=True)
         assert match.hit_tokens == 6 * BLOCK
-        cache._shared.window.clear(match.prefix.root)
+        inside(cache).window.clear(match.prefix.root)
         clock.now += 31
         cache.put_window(tokens, snapshot_of(WINDOWED, 0, 2 * BLOCK))
         cache.lookup([1])
@@ -422,7 +421,7 @@ def test_a_bad_block_shortens_a_hit_to_where_there_is_a_window(tmp_path: Path) -
         for blocks in (2, 6):
             cache.put_window(tokens, snapshot_of(WINDOWED, 0, blocks * BLOCK))
         with cache.lookup(tokens, need_window=True) as match:
-            cache._shared.ssd.delete([match.prefix.key(4)])
+            tier_of(cache).delete([match.prefix.key(4)])
             found = cache.read(match)
             assert match.hit_tokens == found.tokens == 2 * BLOCK
             assert cache.window(match).source == "pool"
@@ -731,7 +730,7 @@ def test_a_relative_path_stays_where_it_was_when_the_process_moves(
         with PrefixCache.open(
             tmp_path / "s", layout=DENSE, namespace=NAMESPACE, block_tokens=BLOCK
         ) as second:
-            assert second._shared is cache._shared
+            assert inside(second) is inside(cache)
 
 
 def test_a_reader_of_a_file_that_was_cut_off_says_so(tmp_path: Path) -> None:
@@ -748,7 +747,7 @@ def test_a_tree_that_breaks_only_while_it_is_indexed_is_set_aside(tmp_path: Path
     path = tmp_path / "s"
     with open_cache(path) as cache:
         kept(cache, 60 * BLOCK)
-        tier = cache._shared.ssd
+        tier = tier_of(cache)
         with tier._env.begin(buffers=True) as txn:
             cursor = txn.cursor(tier._meta)
             cursor.first()
@@ -859,7 +858,7 @@ def test_a_damaged_generation_is_an_error_and_leaves_nothing_open(
 ) -> None:
     path = tmp_path / "s"
     with open_cache(path) as cache:
-        name = f"generation:{cache._line}".encode()
+        name = f"generation:{cache._chains.line}".encode()
     edit(path, b"sys", lambda txn, _db: txn.put(name, value or b"\0"))
     for _ in range(2):
         with pytest.raises(StoreError, match="generation"):
@@ -895,7 +894,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
             raise lmdb.DiskError("gone")
 
         for name in ("put", "delete", "amend", "set_facts", "fact", "facts", "_read_batch", "sync"):
-            monkeypatch.setattr(cache._shared.ssd, name, fail)
+            tier_of(cache).hooks[name] = fail
         monkeypatch.setattr(SsdTier, "live_bytes", property(fail))
         other = tokens_of(33, seed=1)
         cache.store(other, entries_of(DENSE, other), ttl=5, pin=True)
@@ -905,6 +904,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
             with pytest.raises(StoreError):
                 call()
         monkeypatch.undo()
+        tier_of(cache).hooks.clear()
 
 
 # ---- the writer and forks --------------------------------------------------------------------------
@@ -928,7 +928,7 @@ def test_a_child_forked_while_the_lock_was_held_can_leave_what_it_inherited(tmp_
         held, go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with cache._shared.context.lock:
+            with inside(cache).context.lock:
                 held.set()
                 go.wait(30)
 
@@ -974,25 +974,17 @@ def test_a_full_disk_that_looks_like_a_bad_one_is_made_room_on(
         kept(cache, 90 * BLOCK)
         short: Any = lmdb.Error("mdb_txn_commit: Input/output error")
         short.code = errno.EIO
-        errors = [short] * failures
-        put, delete = cache._shared.ssd.put, cache._shared.ssd._delete
-
-        def full_put(*args: Any) -> None:
-            if errors:
-                raise errors.pop()
-            put(*args)
 
         def full_delete(keys: Any) -> None:
             if len(keys) > 1:
                 raise short
-            delete(keys)
 
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        monkeypatch.setattr(cache._shared.ssd, "put", full_put)
-        monkeypatch.setattr(cache._shared.ssd, "_delete", full_delete)
+        tier_of(cache).fail("put", *[short] * failures)
+        tier_of(cache).hooks["_delete"] = full_delete
         tokens = kept(cache, seed=1)
         assert cache.lookup(tokens).hit_tokens == 4 * BLOCK
         assert cache.stats()["counters"]["write_errors"] == 0
@@ -1026,8 +1018,8 @@ def test_an_import_of_torch_in_another_thread_disturbs_nothing(
 def test_pages_are_made_without_the_lock_that_lookups_take(tmp_path: Path) -> None:
     """Making them imports torch, which takes seconds."""
     with open_cache(tmp_path / "s") as cache:
-        tokens, shared = kept(cache), cache._shared
-        real, found = shared._open_device, []
+        tokens, device = kept(cache), inside(cache).device
+        real, found = device._open_tier, []
 
         def make() -> Any:
             other = threading.Thread(target=lambda: found.append(cache.probe(tokens).hit_tokens))
@@ -1035,6 +1027,6 @@ def test_pages_are_made_without_the_lock_that_lookups_take(tmp_path: Path) -> No
             other.join(30)
             return real()
 
-        shared._open_device = make
+        device._open_tier = make
         assert cache.device.page_count
         assert found == [4 * BLOCK]

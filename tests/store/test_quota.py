@@ -20,7 +20,7 @@ from kvstore.cache.scope import Scope
 from kvstore.cli.main import main
 from kvstore.tier.ssd.capacity import usage_of
 from tests.frame.test_at_rest import numbers, open_packed
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tier_of, tokens_of
 
 BLOCK_BYTES = 8192
 """Bytes of a block of ``DENSE`` in the file: 6,144 bytes of entries and a head."""
@@ -59,8 +59,7 @@ def held(cache: PrefixCache) -> dict[str, tuple[int, int, int | None]]:
     return found
 
 
-def fail(*_args: Any) -> None:
-    raise lmdb.DiskError("gone")
+FAULT = lmdb.DiskError("gone")
 
 
 def hit(scope: Scope, tokens: NDArray[np.uint32]) -> int:
@@ -292,29 +291,23 @@ def test_a_reader_ignores_the_quota_that_it_gives_and_shows_the_owners(tmp_path:
         assert [space["quota"] for space in reader.stats()["namespaces"]] == [blocks(9)]
 
 
-def test_a_quota_that_cannot_be_recorded_says_so_and_the_old_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quota_that_cannot_be_recorded_says_so_and_the_old_one_stays(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         scope = cache.scope(tenant("me"), ssd_quota=blocks(20))
         put(scope, 1, 10)
 
-        with monkeypatch.context() as broken:
-            broken.setattr(owned(cache).ssd, "set_facts", fail)
-            with pytest.raises(StoreError, match="cannot be recorded"):
-                cache.scope(tenant("me"), ssd_quota=blocks(5))
+        refused = pytest.raises(StoreError, match="cannot be recorded")
+        with tier_of(cache).failing("set_facts", FAULT), refused:
+            cache.scope(tenant("me"), ssd_quota=blocks(5))
         assert held(cache)["me"] == (10, blocks(10), blocks(20))
 
 
-def test_deletes_that_fail_are_counted_as_used_until_they_succeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletes_that_fail_are_counted_as_used_until_they_succeed(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         scope = cache.scope(tenant("me"), ssd_quota=blocks(10))
         put(scope, 1, 10)
 
-        with monkeypatch.context() as broken:
-            broken.setattr(owned(cache).ssd, "delete", fail)
+        with tier_of(cache).failing("delete", FAULT):
             put(scope, 2, 4)
         assert owned(cache).ssd.usage == {1: blocks(10)}
         again = put(scope, 1, 6)  # comes back over what was not deleted
@@ -376,7 +369,7 @@ def test_a_block_store_has_one_namespace_without_a_quota(tmp_path: Path) -> None
     with BlockStore.open(tmp_path / "b", block_bytes=64, ssd_bytes="8MiB") as store:
         store.put(["a"], [bytes(64)])
         store.flush()
-        assert store._shared.ssd.usage == {1: 4096}
+        assert tier_of(store).usage == {1: 4096}
 
 
 # ---- bytes by namespace are those of the records, whatever happens -------------------------------

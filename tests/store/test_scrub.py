@@ -21,7 +21,17 @@ from kvstore.store import scrub
 from kvstore.store.scrub import PASS_SECONDS, RETRY_SECONDS, Scrubber, TokenBucket
 from kvstore.tier.ssd.direct import DirectFile
 from tests.store.test_writer_faults import flip, payload_place
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import (
+    BLOCK,
+    DENSE,
+    assert_entries,
+    entries_of,
+    inside,
+    open_cache,
+    owned,
+    tier_of,
+    tokens_of,
+)
 
 FRAME = FrameFormat(DENSE, BLOCK).frame_bytes
 
@@ -51,7 +61,7 @@ class Clock:
 
 def scrubber(cache: Any, clock: Clock | None = None, rate: int = 1000, **options: Any) -> Scrubber:
     clock = clock or Clock()
-    shared = cache._shared
+    shared = inside(cache)
     return Scrubber(
         *(shared.context, owned(cache), shared.format),
         bytes_per_second=rate,
@@ -85,7 +95,7 @@ def test_every_block_is_checked_once_a_pass_in_the_order_of_keys(
 
         monkeypatch.setattr(walk, "_check", check)
         one_pass(walk)
-        assert seen == [key for key, _ in cache._shared.ssd.records()] == sorted(seen)
+        assert seen == [key for key, _ in tier_of(cache).records()] == sorted(seen)
         assert len(seen) == 180
         one_pass(walk)
         assert seen[180:] == seen[:180]
@@ -142,7 +152,7 @@ def test_the_disk_is_asked_and_not_the_kernels_memory_of_it(
         walk = scrubber(cache)
         if walk._direct is None:
             pytest.skip("this file system has no direct reads")
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
 
         def never(*_: Any) -> None:
             raise AssertionError
@@ -156,7 +166,7 @@ def test_the_disk_is_asked_and_not_the_kernels_memory_of_it(
 def test_a_stale_hint_is_no_fault(tmp_path: Path) -> None:
     fill(tmp_path / "s")
     with open_cache(tmp_path / "s") as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         keys = [key for key, _ in ssd.records()]
         wrong = ssd.record(keys[0])
         assert wrong is not None
@@ -174,7 +184,7 @@ def test_a_stale_hint_is_no_fault(tmp_path: Path) -> None:
 def test_another_blocks_frame_a_wrong_record_and_a_lost_payload_are_found(tmp_path: Path) -> None:
     fill(tmp_path / "s", prompts=3)
     with open_cache(tmp_path / "s") as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         a, b, c = (cache.probe(tokens_of(6 * BLOCK + 1, seed)).prefix for seed in range(3))
         frame = ssd.frame(b.key(5))
         assert frame is not None
@@ -216,7 +226,7 @@ def test_keyed_blocks_are_scrubbed_too(tmp_path: Path) -> None:
         keys = [f"k{i}" for i in range(10)]
         store.put(keys, [bytes([i]) * 5000 for i in range(10)], [None, *keys[:-1]])
         store.flush()
-        clock, shared = Clock(), store._shared
+        clock, shared = Clock(), inside(store)
         assert shared.owned is not None
         walk = Scrubber(
             *(shared.context, shared.owned, shared.format),
@@ -304,7 +314,7 @@ def test_a_pass_starts_an_hour_after_the_one_before_it_at_the_earliest(tmp_path:
 def test_it_goes_on_where_it_stopped_and_wraps_round(tmp_path: Path) -> None:
     fill(tmp_path / "s")
     with open_cache(tmp_path / "s") as cache:
-        keys = [key for key, _ in cache._shared.ssd.records()]
+        keys = [key for key, _ in tier_of(cache).records()]
         walk = scrubber(cache)
         for _ in range(10):
             walk.step()
@@ -319,7 +329,7 @@ def test_it_goes_on_where_it_stopped_and_wraps_round(tmp_path: Path) -> None:
         one_pass(walk)
         assert cache.stats()["counters"]["scrubbed_blocks"] == 38
         walk.stop()
-        cache._shared.ssd.set_fact("scrub", b"not a key")
+        tier_of(cache).set_fact("scrub", b"not a key")
         walk = scrubber(cache)
         assert walk.stats()["position"] == ""
         walk.stop()
@@ -335,8 +345,8 @@ def test_a_kill_costs_the_place_of_a_few_thousand_blocks_at_most(
         places = []
         for _ in range(12):
             walk.step()
-            places.append(cache._shared.ssd.fact("scrub"))
-        keys = [key for key, _ in cache._shared.ssd.records()]
+            places.append(tier_of(cache).fact("scrub"))
+        keys = [key for key, _ in tier_of(cache).records()]
         assert places == [None] * 4 + [keys[4]] * 5 + [keys[9]] * 3
         walk.stop()
 
@@ -346,7 +356,7 @@ def test_the_owner_scrubs_in_the_background_and_close_stops_it(tmp_path: Path) -
     fill(path)
     flip(path, payload_place(path, tokens_of(6 * BLOCK + 1, 3), 3))
     with open_cache(path, scrub_bytes_per_second="1GiB") as cache:
-        walk = cache._shared._scrubber
+        walk = inside(cache)._scrubber
         assert walk is not None
         assert cache.stats()["scrub"]["bytes_per_second"] == 1 << 30
         done = threading.Event()

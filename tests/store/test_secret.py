@@ -46,6 +46,7 @@ from tests.stores import (
     WINDOWED,
     assert_entries,
     entries_of,
+    inside,
     open_cache,
     tokens_of,
 )
@@ -540,7 +541,7 @@ def test_a_scrub_checks_keys_of_callers_against_the_secret(tmp_path: Path, is_ri
     with BlockStore.open(path, block_bytes=SIZE, ssd_bytes="8MiB", secret=True) as store:
         store.put(["k"], [bytes(SIZE)])
         store.flush()
-        shared = store._shared
+        shared = inside(store)
         assert shared.owned is not None
         scrubber = Scrubber(
             shared.context,

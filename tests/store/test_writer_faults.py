@@ -27,6 +27,7 @@ from tests.stores import (
     entries_of,
     open_cache,
     owned,
+    tier_of,
     tokens_of,
 )
 
@@ -43,7 +44,7 @@ def fill(path: Path) -> np.ndarray[Any, np.dtype[np.uint32]]:
 def payload_place(path: Path, tokens: Any, number: int) -> int:
     """Offset in the file of a byte in the middle of a block's payload."""
     with open_cache(path) as cache:
-        record = cache._shared.ssd.record(cache.probe(tokens).prefix.key(number))
+        record = tier_of(cache).record(cache.probe(tokens).prefix.key(number))
     assert record is not None
     assert record.page > 0
     form = FrameFormat(DENSE, BLOCK)
@@ -100,7 +101,7 @@ def test_a_collision_of_keys_is_a_miss(tmp_path: Path) -> None:
     with open_cache(path) as cache:
         cache.store(other, entries_of(DENSE, other))
         cache.flush()
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         mine, theirs = (cache.probe(t).prefix.key(3) for t in (tokens, other))
         frame = ssd.frame(theirs)
         assert frame is not None
@@ -116,7 +117,7 @@ def test_a_stale_hint_costs_a_second_read_and_nothing_else(tmp_path: Path) -> No
     path = tmp_path / "s"
     tokens = fill(path)
     with open_cache(path) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         prefix = cache.probe(tokens).prefix
         wrong = ssd.record(prefix.key(1))
         assert wrong is not None
@@ -132,7 +133,7 @@ def test_hints_are_written_down_and_right(tmp_path: Path) -> None:
     tokens = fill(path)
     form = FrameFormat(DENSE, BLOCK)
     with open_cache(path) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         prefix = cache.probe(tokens).prefix
         for number in range(12):
             record = ssd.record(prefix.key(number))
@@ -142,19 +143,6 @@ def test_hints_are_written_down_and_right(tmp_path: Path) -> None:
                 frame = memoryview(file.read(form.frame_bytes))
             assert form.fault(frame, prefix.hashes[number], prefix.parent_hash(number),
                               prefix.block_ids(number)) is None  # fmt: skip
-
-
-class FailingPut:
-    """A medium whose next writes fail."""
-
-    def __init__(self, ssd: SsdTier, errors: list[BaseException]) -> None:
-        self.real, self.errors = ssd.put, errors
-        ssd.put = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, *args: Any) -> None:
-        if self.errors:
-            raise self.errors.pop(0)
-        self.real(*args)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,7 @@ def test_a_full_medium_is_retried_once_after_evicting_a_little(
         old, new = tokens_of(20 * BLOCK + 1, 1), tokens_of(4 * BLOCK + 1, 2)
         cache.store(old, entries_of(DENSE, old))
         cache.flush()
-        FailingPut(cache._shared.ssd, [error])
+        tier_of(cache).fail("put", error)
         cache.store(new, entries_of(DENSE, new))
         cache.flush()
         assert cache.lookup(new).hit_tokens == 4 * BLOCK
@@ -184,13 +172,13 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        failing = FailingPut(cache._shared.ssd, [OSError(errno.EIO, "I/O error")] * 3)
+        failing = tier_of(cache).fail("put", *[OSError(errno.EIO, "I/O error")] * 3)
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
             owned(cache).queue.drain()
             assert cache.lookup(lost).hit_tokens == 0
-        assert failing.errors == []
+        assert failing == []
         more = tokens_of(BLOCK, 9)
         assert cache.store(more, entries_of(DENSE, more)).dropped == 1
         stats = cache.stats()
@@ -204,11 +192,11 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
 def test_a_failed_commit_never_leaves_a_child_without_its_parent(tmp_path: Path) -> None:
     tokens = tokens_of(300 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
-        FailingPut(cache._shared.ssd, [OSError(errno.EIO, "I/O error")])
+        tier_of(cache).fail("put", OSError(errno.EIO, "I/O error"))
         cache.store(tokens, entries_of(DENSE, tokens), wait=30)
         cache.flush()
         index = owned(cache).index
-        assert index.blocks == cache._shared.ssd.block_count == 0
+        assert index.blocks == tier_of(cache).block_count == 0
         assert cache.stats()["counters"]["dropped_blocks"]["no_parent"] > 0
 
 
@@ -217,7 +205,7 @@ def test_a_bug_in_a_commit_surfaces_at_flush_and_the_writer_lives(
 ) -> None:
     tokens = tokens_of(2 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
-        FailingPut(cache._shared.ssd, [RuntimeError("a bug")])
+        tier_of(cache).fail("put", RuntimeError("a bug"))
         cache.store(tokens, entries_of(DENSE, tokens))
         with pytest.raises(StoreError, match="a bug"):
             cache.flush()
@@ -231,11 +219,10 @@ def test_failed_deletes_are_made_up_for(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        ssd = cache._shared.ssd
-        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
-        cache.clear()
+        ssd = tier_of(cache)
+        with ssd.failing("delete", lmdb.DiskError("I/O error")):
+            cache.clear()
         assert ssd.block_count == 10
-        ssd.delete = real  # type: ignore[method-assign]
         again = tokens[: 3 * BLOCK]
         cache.store(again, entries_of(DENSE, again))
         cache.flush()
@@ -249,20 +236,15 @@ def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: P
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        ssd = cache._shared.ssd
-        real, ssd.delete = ssd.delete, _raise  # type: ignore[method-assign,assignment]
-        cache.clear()
-        FailingPut(ssd, [OSError(errno.EIO, "I/O error")])
-        again = tokens[: 3 * BLOCK]
-        cache.store(again, entries_of(DENSE, again))
-        owned(cache).queue.drain()
-        ssd.delete = real  # type: ignore[method-assign]
+        ssd = tier_of(cache)
+        with ssd.failing("delete", lmdb.DiskError("I/O error")):
+            cache.clear()
+            ssd.fail("put", OSError(errno.EIO, "I/O error"))
+            again = tokens[: 3 * BLOCK]
+            cache.store(again, entries_of(DENSE, again))
+            owned(cache).queue.drain()
         cache.clear()
         assert ssd.block_count == 0
-
-
-def _raise(*args: Any) -> None:
-    raise lmdb.Error("I/O error")
 
 
 _KILLED = """
@@ -363,7 +345,7 @@ def test_after_a_failed_sync_the_next_promise_takes_a_commit_and_a_sync(tmp_path
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        env = Watched(cache._shared.ssd, failing=1)
+        env = Watched(tier_of(cache), failing=1)
         with pytest.raises(StoreError, match="cannot be synced"):
             cache.flush()
         env.done.clear()
@@ -383,7 +365,7 @@ def test_a_failed_commit_is_followed_by_one_that_is_synced_before_anything_else(
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        env = Watched(cache._shared.ssd, failing_commits=1)
+        env = Watched(tier_of(cache), failing_commits=1)
         cache.store(more, entries_of(DENSE, more))
         cache.flush()
         assert env.done == ["commit", "commit", "sync", "sync"]
@@ -403,7 +385,7 @@ def test_a_second_failed_sync_ends_writing_until_the_store_is_reopened(tmp_path:
     with open_cache(path) as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        env = Watched(cache._shared.ssd, failing=2)
+        env = Watched(tier_of(cache), failing=2)
         for _ in range(2):
             with pytest.raises(StoreError, match="cannot be synced"):
                 cache.flush()
@@ -427,7 +409,7 @@ _KILLED_READER = """
 import os, signal, sys
 from tests.stores import *
 with open_cache(Path(sys.argv[1]), role="reader", ssd_bytes="1MiB") as cache:
-    txn = cache._shared.ssd._env.begin()
+    txn = tier_of(cache)._env.begin()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -456,9 +438,9 @@ def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
         cache.store(tokens, entries_of(DENSE, tokens))
         owned(cache).queue.drain()
         cache.lookup(tokens)
-        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")])
+        failing = tier_of(cache).fail("put", lmdb.MapFullError("full"))
         cache.flush()
-        assert failing.errors == []
+        assert failing == []
         assert owned(cache).retention.uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
 
@@ -469,7 +451,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         old = tokens_of(100 * BLOCK + 1)
         cache.store(old, entries_of(DENSE, old))
         cache.flush()
-        failing = FailingPut(cache._shared.ssd, [lmdb.MapFullError("full")] * 40)
+        failing = tier_of(cache).fail("put", *[lmdb.MapFullError("full")] * 40)
         for seed in range(1, 11):
             tokens = tokens_of(BLOCK + 1, seed)
             cache.store(tokens, entries_of(DENSE, tokens))
@@ -478,7 +460,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         assert not stats["tiers"]["ssd"]["is_read_only"]
         assert stats["counters"]["dropped_blocks"]["write_error"] == 10
         assert stats["counters"]["evicted_blocks"]["ssd"] == 48, "three times 16, once"
-        failing.errors.clear()
+        failing.clear()
         last = tokens_of(BLOCK + 1, 11)
         cache.store(last, entries_of(DENSE, last))
         cache.flush()

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import PrefixCache, StoreError
 from kvstore.store.commit import FULL_RETRIES, RETRY_EVICTION_BLOCKS
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tier_of, tokens_of
 
 PROMPT = 4 * BLOCK
 
@@ -47,7 +47,7 @@ NO_ROOM = [
 @pytest.mark.parametrize("error", NO_ROOM, ids=repr)
 def test_want_of_room_is_known_by_its_code(tmp_path: Path, error: Exception) -> None:
     with open_cache(tmp_path / "s") as cache:
-        assert cache._shared.ssd.lacks_room(error, 1)
+        assert tier_of(cache).lacks_room(error, 1)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -56,7 +56,7 @@ def test_an_error_of_input_and_output_asks_the_file_system(
 ) -> None:
     """LMDB reports every short write as EIO, whatever its cause."""
     with open_cache(tmp_path / "s") as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         assert not ssd.lacks_room(of_lmdb(errno.EIO), 1)
         assert not ssd.lacks_room(lmdb.Error("File too large, No space left on device"), 1)
 
@@ -132,24 +132,16 @@ def test_a_full_disk_goes_on_within_what_it_has(small_disk: Path) -> None:
         use(cache, full_tmpfs(small_disk))
 
 
-def test_a_disk_that_others_fill_neither_empties_the_store_nor_ends_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_others_fill_neither_empties_the_store_nor_ends_writing(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
         for seed in range(30):
             keep(cache, seed)
         before = cache.stats()["tiers"]["ssd"]["blocks"]
-        real = cache._shared.ssd.put
-
-        def full(*_: Any) -> None:
-            raise of_lmdb(errno.EDQUOT)
-
-        monkeypatch.setattr(cache._shared.ssd, "put", full)
-        assert [keep(cache, seed) for seed in range(100, 110)] == [0] * 10
-        cache.flush()  # it only keeps recency for later
-        gone = before - cache.stats()["tiers"]["ssd"]["blocks"]
-        assert gone == FULL_RETRIES * RETRY_EVICTION_BLOCKS, "evicted for the first commit only"
-        monkeypatch.setattr(cache._shared.ssd, "put", real)
+        with tier_of(cache).failing("put", of_lmdb(errno.EDQUOT)):
+            assert [keep(cache, seed) for seed in range(100, 110)] == [0] * 10
+            cache.flush()  # it only keeps recency for later
+            gone = before - cache.stats()["tiers"]["ssd"]["blocks"]
+            assert gone == FULL_RETRIES * RETRY_EVICTION_BLOCKS, "evicted for the first commit only"
         assert keep(cache, 200) == PROMPT
 
 

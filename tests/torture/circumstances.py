@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from kvstore.tier.ssd.values import Put
-from tests.stores import BLOCK, open_cache
+from tests.stores import BLOCK, inside, open_cache, tier_of
 from tests.torture.prompts import (
     LAYOUT,
     Prompt,
@@ -58,7 +58,7 @@ def clock_jumps(case: Case) -> list[Finding]:
                 findings.append(Finding("lost", f"step {step}: {blocks} of {least} {name} blocks"))
         if cache.stats()["counters"]["evicted_blocks"].get("ssd"):
             findings.append(Finding("other", f"step {step}: a jump of the clock evicted blocks"))
-        held = sum(not hold.is_released for hold in cache._shared._leases)
+        held = sum(not pins.is_released for pins in inside(cache).leases._lent)
         if held > 3:
             findings.append(Finding("other", f"step {step}: {held} leases outlive their time"))
 
@@ -150,7 +150,7 @@ def _under_pressure(case: Case, group: Path | None) -> list[tuple[Sort, str]]:
         before = _anonymous_bytes()
         for _ in range(600):
             if group is None:  # the next best thing: every read is a cold one
-                os.posix_fadvise(cache._shared.ssd._file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(tier_of(cache)._file, 0, 0, os.POSIX_FADV_DONTNEED)
             number = rng.randrange(len(known))
             blocks, wrong = read_check(cache, known[number], number)
             findings += [(f.sort, f.text) for f in wrong]
@@ -210,7 +210,7 @@ def turnovers(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     highest = 0
     with open_cache(path, LAYOUT, ssd_bytes=cap) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         real_put, real_delete = ssd.put, ssd.delete
 
         def measure() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import KVStoreError
-from tests.stores import open_cache, owned
+from tests.stores import open_cache, owned, tier_of
 from tests.torture import preload
 from tests.torture.kills import take
 from tests.torture.prompts import (
@@ -124,7 +124,7 @@ def failing_reads(case: Case) -> list[Finding]:
     findings: list[Finding] = []
     with logged() as lines, open_cache(path, LAYOUT, ssd_bytes=CAP) as cache:
         preload.begin(case.folder)
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         with suppress(OSError):  # its descriptor was opened before the watch began
             os.close(ssd._file)
         ssd._file = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)

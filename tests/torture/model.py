@@ -35,7 +35,7 @@ from kvstore.cache.scope import Scope
 from kvstore.store.namespaces import namespace_facts
 from kvstore.tier.ssd.capacity import usage_of
 from tests.builders import Clock
-from tests.stores import BLOCK, WINDOWED, entries_of, open_cache, owned
+from tests.stores import BLOCK, WINDOWED, entries_of, inside, open_cache, owned, tier_of
 from tests.torture.runner import Case, Finding, Kind
 
 CAPACITY = 1 << 20
@@ -156,14 +156,14 @@ class CacheModel:
         ]
         for scope, generation in zip(self.scopes, self.generations, strict=True):
             assert scope.namespace.generation == generation, "a restart went back to old weights"
-        real = self.cache._shared.ssd.put
+        real = tier_of(self.cache).put
 
         def put(*args: Any) -> None:
             if self._failing:
                 raise self._failing.pop(0)
             real(*args)
 
-        self.cache._shared.ssd.put = put  # type: ignore[method-assign,assignment]
+        tier_of(self.cache).put = put  # type: ignore[method-assign,assignment]
 
     def end(self) -> None:
         """Let go of everything and remove the files."""
@@ -231,7 +231,7 @@ class CacheModel:
 
     def _losses(self) -> int:
         """Count what excuses a store that is no hit: a quota, or a map said to be full, evicts it at once."""
-        counters = self.cache._shared.metrics
+        counters = inside(self.cache).metrics
         lost = counters.dropped_blocks.total() + counters.write_errors
         return lost + counters.evicted_blocks["ssd"]
 
@@ -398,7 +398,7 @@ class CacheModel:
             return
         number = choice % hit
         with scope.lookup(prompt.tokens, images=prompt.images) as match:
-            key, ssd = match.prefix.key(number), self.cache._shared.ssd
+            key, ssd = match.prefix.key(number), tier_of(self.cache)
             record = ssd.record(key)
             if lose:
                 ssd.delete([key])
@@ -423,7 +423,7 @@ class CacheModel:
 
     def check_accounts(self) -> None:
         """Recount everything."""
-        shared = self.cache._shared
+        shared = inside(self.cache)
         index = owned(self.cache).index
         with owned(self.cache).changing, shared.context.lock:  # no commit pins parents meanwhile
             assert index.blocks == sum(segment.blocks for segment in index)
@@ -433,14 +433,15 @@ class CacheModel:
                 assert parent is not None
                 assert segment.start == parent.stop
                 assert parent.children[segment.keys[:16]] is segment
-            if shared.pages is not None:
-                pages = set(shared.pages._page_of.values())
-                assert len(pages) == len(shared.pages._page_of) == shared.pages.index.blocks
-                assert pages.isdisjoint(shared.pages.tier._free)
-                assert len(pages) + shared.pages.tier.free_pages == shared.pages.tier.page_count
+            device = shared.device
+            if device.is_open:
+                pages = set(device._page_of.values())
+                assert len(pages) == len(device._page_of) == device.index.blocks
+                assert pages.isdisjoint(device.tier._free)
+                assert len(pages) + device.tier.free_pages == device.tier.page_count
             pinned = sum(segment.pins for segment in index)
         if not self.held:
-            live = sum(not hold.is_released for hold in shared._leases)
+            live = sum(not pins.is_released for pins in shared.leases._lent)
             assert pinned <= live + 4, "pins outlive their matches"  # a commit pins its parents
         self.check_file()
         self.check_usage()

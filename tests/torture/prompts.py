@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore import KVStoreError, PrefixCache
 from kvstore.cache.scope import Scope
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tier_of, tokens_of
 from tests.torture.runner import Finding
 
 Prompt = NDArray[np.uint32]
@@ -140,7 +140,7 @@ def check(
             findings.append(Finding("other", f"orphans: {counters['dropped_blocks']}"))
         findings += still_works(cache)
         size = (path / "data.mdb").stat().st_size
-        if size > cache._shared.ssd.capacity_bytes and not is_damaged:
+        if size > tier_of(cache).capacity_bytes and not is_damaged:
             findings.append(Finding("other", f"the file takes {size} bytes, above its cap"))
     return findings
 

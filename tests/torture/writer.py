@@ -17,7 +17,7 @@ import lmdb
 from kvstore import KVStoreError, PrefixCache
 from kvstore.identity.block import BlockKey
 from kvstore.transfer import commit_queue
-from tests.stores import BLOCK, open_cache
+from tests.stores import BLOCK, open_cache, tier_of
 from tests.torture.prompts import LAYOUT, Prompt, blocks_of, keys_of, store
 
 Tell = Callable[[dict[str, Any]], None]
@@ -45,7 +45,7 @@ def without_sync() -> Iterator[None]:
 
 def tell_deletes(cache: PrefixCache, tell: Tell) -> None:
     """Tell of every delete before it happens: from then on a block may be gone."""
-    ssd = cache._shared.ssd
+    ssd = tier_of(cache)
     real = ssd.delete
 
     def delete(keys: Sequence[BlockKey]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.cli.demo.engines import BLOCK_TOKENS, NEW_TOKENS, EngineName
+from kvstore.index.plan import hit_limit
 
 REFERENCE_TOLERANCE = 1e-9
 """Reference logits (binary64) that differ by less are equal: sums of other shapes round otherwise."""
@@ -61,7 +62,7 @@ class Report:
     def failures(self) -> list[str]:
         """A sentence for each broken promise."""
         found = []
-        expected = (self.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        expected = hit_limit(self.prompt_tokens, BLOCK_TOKENS)
         if self.hit_tokens != expected:
             found.append(f"restored {self.hit_tokens} tokens, expected {expected}")
         if not self.same_tokens:

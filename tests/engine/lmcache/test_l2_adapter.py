@@ -39,6 +39,7 @@ from kvstore.engine.lmcache import (
 )
 from kvstore.transfer.tasks import TaskThread
 from tests.engine.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
+from tests.stores import tier_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -343,7 +344,7 @@ def test_a_failing_disk_fails_tasks_and_shows_in_the_status(
 ) -> None:
     with adapter(tmp_path) as a:
         store(a, [key_of(0)], [item_of(0)])
-        tier = a._stores[4096]._shared.ssd
+        tier = tier_of(a._stores[4096])
 
         def fail(*_: Any) -> None:
             raise OSError("the disk is gone")
@@ -368,7 +369,7 @@ def test_a_failing_disk_ends_no_thread_of_lmcache(
         monkeypatch.setattr(a._stores[4096], "delete", fail)
         a.delete([keys[0]])
         assert a.report_status()["failed_tasks"] == 1
-        monkeypatch.setattr(a._stores[4096]._shared.ssd, "sync", fail)
+        monkeypatch.setattr(tier_of(a._stores[4096]), "sync", fail)
     assert a.report_status()["is_healthy"] is False
     with adapter(tmp_path, sizes=2) as a:
         assert lookup(a, keys, {}) == [True, True], "both stores were closed"

@@ -53,6 +53,7 @@ from tests.engine.sglang.engine import (
     host_pool,
     tokens,
 )
+from tests.stores import tier_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -669,7 +670,7 @@ def test_a_store_that_cannot_be_closed_keeps_no_other_open(
     b.register_mem_host_pool_v2(host, PoolName.DRAFT)
     b.on_host_pools_registered()
     for pool in b._pools.values():
-        monkeypatch.setattr(pool.store._shared.ssd, "sync", fail)  # type: ignore[union-attr]
+        monkeypatch.setattr(tier_of(pool.store), "sync", fail)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="the disk is gone"):
         b.close()
     with backend(tmp_path, host) as again:

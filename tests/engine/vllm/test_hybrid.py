@@ -13,6 +13,7 @@ require.engine("vllm", "vllm", "tests.engine.vllm.engine")
 
 from kvstore.engine.vllm.messages import Work
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
+from tests.stores import inside
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -26,7 +27,7 @@ def repeat(llm: Any) -> list[tuple[tuple[int, ...], int]]:
 
 
 def drop_windows(llm: Any) -> None:
-    pool = connectors(llm)[1]._stores[0]._shared.window
+    pool = inside(connectors(llm)[1]._stores[0]).window
     for key in pool.keys():  # noqa: SIM118 - not a mapping
         pool._drop(key, pool._held[key])
 

@@ -50,7 +50,7 @@ from kvstore.engine.vllm.options import (
     request_namespace,
     updated,
 )
-from kvstore.tier.paged import PagedEntries
+from kvstore.tier.engine_copy import PagedEntries
 
 LBNHC, LBHNC = KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
 

@@ -24,7 +24,7 @@ from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import Put
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
-from tests.stores import owned
+from tests.stores import inside, owned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -277,7 +277,7 @@ def test_a_forged_block_changes_the_tokens(model: str, cold: Answers, filled: Pa
     """The negative control: what no checksum can see shows in the comparison of tokens."""
     with engine(model, filled) as llm:
         ssd, keys = blocks_of(llm, prompt(385, seed=385))
-        frame_format = connectors(llm)[1]._stores[0]._shared.format
+        frame_format = inside(connectors(llm)[1]._stores[0]).format
         right, other = ssd.frame(keys[1]), ssd.frame(keys[0])
         assert isinstance(frame_format, FrameFormat)
         assert right is not None

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.tier.ssd import btree
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tier_of, tokens_of
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_values_that_have_pages_of_their_own_are_found(store: Path) -> None:
     """Oracle: LMDB's own count of such pages, and the hint that each record has."""
     values = btree.check(store / "data.mdb").values
     with open_cache(store, ssd_bytes="3MiB", role="reader") as cache:
-        pages = {record.page for _, record in cache._shared.ssd.records()}
+        pages = {record.page for _, record in tier_of(cache).records()}
     assert len(pages) > 20
     assert pages <= set(values["page"].tolist())
     with lmdb.open(str(store), max_dbs=8, lib_version=0, readonly=True) as env:

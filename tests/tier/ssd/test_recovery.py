@@ -19,7 +19,7 @@ import pytest
 from kvstore import ConfigError, StoreError
 from kvstore.tier.ssd import btree, database, file_system
 from kvstore.tier.ssd import tier as ssd_module
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tier_of, tokens_of
 
 TOKENS = tokens_of(6 * BLOCK + 1)
 
@@ -293,7 +293,7 @@ def test_slots_of_killed_readers_are_cleared_with_a_write_once_a_minute(
     )
 
     with open_cache(tmp_path / "s") as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         change: Callable[[], None] = (
             ssd.sync if write == "sync" else lambda: ssd.set_fact("any", b"")
         )
@@ -327,7 +327,7 @@ def test_every_page_that_a_transaction_may_name_lies_within_the_file(tmp_path: P
     data = path / "data.mdb"
     cap = 8 << 20
     with open_cache(path, ssd_bytes=cap) as cache:
-        ssd = cache._shared.ssd
+        ssd = tier_of(cache)
         commit = ssd.commit_blocks * ssd.block_bytes
         for seed in range(12):
             tokens = tokens_of(40 * BLOCK, seed)

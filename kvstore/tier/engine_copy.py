@@ -1,7 +1,4 @@
-"""Entries in an engine's own pages: out of them into host arrays, and back in place.
-
-It knows tensors, page tables and codecs. It knows no prefix, no block and no medium.
-"""
+"""Copies of entries between an engine's own pages and host arrays."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from numpy.typing import NDArray
 
 from kvstore.codec import codec_for
 from kvstore.layout import LayerGroup, Layout
-from kvstore.tier.pages import ENTRIES_TAG, Pages
+from kvstore.tier.engine_pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Formats whose entries are plain numbers: exact if they are the engine's own, else one rounding."""
+"""Formats of plain numbers: a copy is exact in the engine's own dtype, else one rounding."""
 OPAQUE_FORMAT = "u8"
-"""Entries whose bytes mean nothing here."""
+"""The format of entries that are opaque bytes."""
 
 
 def encode_rows(group: LayerGroup, rows: torch.Tensor) -> torch.Tensor:
@@ -38,10 +35,9 @@ def decode_rows(group: LayerGroup, entries: torch.Tensor, dtype: torch.dtype) ->
 class PagedEntries:
     """One request's entries in an engine's pages, addressed by token.
 
-    Copies run in inference mode: an engine may have made its tensors in it, and only in it may
-    those be written.
+    Copies run in inference mode, because tensors made in it can only be written in it.
 
-    Threads: it keeps no state of its own; the engine's tensors are its caller's to guard.
+    Threads: any; the caller guards the engine's tensors.
     """
 
     def __init__(self, layout: Layout, pages: Pages, tokens: int) -> None:
@@ -95,7 +91,7 @@ class PagedEntries:
         return int(self._layers[group.name][0].shape[1])
 
     def check(self, start: int, stop: int) -> None:
-        """Raise ``ValueError`` if the pages of tokens ``[start, stop)`` are not all there."""
+        """Raise ``ValueError`` if a page id of tokens ``[start, stop)`` is out of range."""
         for group in self.layout.global_groups:
             per = self._page_entries(group)
             first, last = start // group.tokens_per_entry, stop // group.tokens_per_entry
@@ -113,16 +109,16 @@ class PagedEntries:
         Shapes:
             each uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]``.
 
-        Cost: one copy; two where a page holds tokens outside the span.
+        Cost: one copy; two if a page holds tokens outside the range.
         """
         found: dict[str, NDArray[np.uint8]] = {}
         for group in self.layout.global_groups:
             first, last = start // group.tokens_per_entry, stop // group.tokens_per_entry
-            packed = np.empty((len(group.layers), last - first, group.entry_bytes), np.uint8)
-            for target, view in zip(packed, self._layers[group.name], strict=True):
+            rows = np.empty((len(group.layers), last - first, group.entry_bytes), np.uint8)
+            for target, view in zip(rows, self._layers[group.name], strict=True):
                 if len(target):
                     self._gather_layer(group, view, first, last, torch.from_numpy(target))
-            found[group.name] = packed
+            found[group.name] = rows
         return found
 
     def _gather_layer(
@@ -141,25 +137,27 @@ class PagedEntries:
         out.copy_(rows if view.dtype == torch.uint8 else encode_rows(group, rows.contiguous()))
 
     @torch.inference_mode()
-    def scatter(self, group: LayerGroup, layer: int, first: int, packed: NDArray[np.uint8]) -> None:
-        """Copy entries of one layer to their places in the pages, and wait until they are there.
+    def scatter(
+        self, group: LayerGroup, layer: int, first: int, entries: NDArray[np.uint8]
+    ) -> None:
+        """Copy entries of one layer to the pages, and wait for the copy.
 
         Shapes:
-            ``layer`` counts within ``group.layers``; ``packed`` uint8 ``[n, entry_bytes]`` are the
-            entries ``[first, first + n)`` of the request.
+            ``layer`` counts within ``group.layers``; ``entries``, uint8 ``[n, entry_bytes]``, are
+            the entries ``[first, first + n)`` of the request.
 
-        Cost: one copy for each run of neighbouring pages.
+        Cost: one copy per run of consecutive pages.
         """
         view = self._layers[group.name][layer]
-        last, per = first + len(packed), int(view.shape[1])
-        if not len(packed):
+        last, per = first + len(entries), int(view.shape[1])
+        if not len(entries):
             return
-        moved = torch.from_numpy(packed).to(view.device)
+        moved = torch.from_numpy(entries).to(view.device)
         rows = moved if view.dtype == torch.uint8 else decode_rows(group, moved, view.dtype)
-        rows = rows.reshape(len(packed), *view.shape[2:])
+        rows = rows.reshape(len(entries), *view.shape[2:])
         ids: list[int] = self._ids[group.name][first // per : -(-last // per)].tolist()
         entry = first
-        if first % per:  # the first page is shared with what lies before
+        if first % per:  # the first page also holds earlier entries
             stop = min(last, first - first % per + per)
             view[ids[0], first % per : first % per + stop - first].copy_(rows[: stop - first])
             entry, ids = stop, ids[1:]
@@ -214,6 +212,6 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield positions ``[at, stop)`` of neighbouring pages."""
+    """Yield index ranges ``[at, stop)`` of consecutive page ids."""
     cuts = [0, *(i for i, (a, b) in enumerate(pairwise(ids), 1) if b != a + 1), len(ids)]
     return ((a, b) for a, b in pairwise(cuts) if a < b)

@@ -1,0 +1,174 @@
+"""Chains of one namespace: from token ids to the block hashes under the generation in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache.match import Match
+from kvstore.checks import several
+from kvstore.errors import ConfigError, StoreError, brief
+from kvstore.identity.block import BlockHash, ImageSpan
+from kvstore.identity.chain import Prefix
+from kvstore.identity.hash import as_tokens, identify, namespace_digest
+from kvstore.identity.namespace import Namespace
+from kvstore.store import generations
+from kvstore.store.open_store import OpenStore
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS
+
+if TYPE_CHECKING:
+    from kvstore.cache.shared import SharedTiers
+
+
+class Generations:
+    """The newest generation of each line of namespaces: as recorded, and as begun in this process.
+
+    A line is all generations of one namespace, named by the root of generation 0 in hex.
+
+    Threads: any.
+    """
+
+    def __init__(self, store: OpenStore) -> None:
+        self._store = store
+        self._lock = store.context.lock
+        self._newest: dict[str, int] = {}
+        """By line, without lines at 0: most never begin a generation, and every salt has a line."""
+
+    def current(self, line: str, given: int) -> int:
+        """Return the newer of the given and the recorded generation.
+
+        Raises:
+            StoreError: if the record cannot be read; a guess could bring old weights back.
+        """
+        path = self._store.ssd.path
+        with self._lock:
+            known = self._newest.get(line)
+        if known is None or not self._store.is_owner:  # another process may have begun a newer one
+            try:
+                known = generations.recorded(self._store.ssd, line)
+            except MEDIUM_ERRORS as error:
+                msg = f"the generation recorded in {path} cannot be read: {error}"
+                raise StoreError(msg) from error
+        with self._lock:
+            known = max(known, self._newest.get(line, 0))
+            if known:
+                self._newest[line] = known
+        return max(given, known)
+
+    def is_current(self, line: str, generation: int) -> bool:
+        """Say whether this process knows no newer generation of a line."""
+        return self._newest.get(line, 0) <= generation
+
+    def record(self, line: str, generation: int) -> None:
+        """Record a generation durably.
+
+        Raises:
+            ConfigError: if it exceeds ``LAST_GENERATION``.
+            StoreBusy: in a reader.
+            StoreError: if the medium fails; then the old one stays in force.
+        """
+        ssd = self._store.owner("bumps the generation").ssd
+        if generation > generations.LAST_GENERATION:
+            msg = (
+                f"the namespace's generation is {generation - 1}, and no later one is recorded than "
+                f"{generations.LAST_GENERATION}: name the new weights in its weights field"
+            )
+            raise ConfigError(msg)
+        try:
+            generations.record(ssd, {line: generation})
+        except MEDIUM_ERRORS as error:
+            msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
+            raise StoreError(msg) from error
+        with self._lock:
+            self._newest[line] = max(generation, self._newest.get(line, 0))
+
+
+class Chains:
+    """The chains of one namespace: prefixes of requests, and the matches that belong to it.
+
+    Threads: any.
+    """
+
+    def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
+        self._shared = shared
+        self._roots: frozenset[BlockHash] = frozenset()
+        """Roots of all generations so far: matches of an older one stay valid."""
+        self._bind(namespace)
+
+    def _bind(self, namespace: Namespace) -> None:
+        """Set the root of the generation in force."""
+        self.line = self._root_of(replace(namespace, generation=0)).hex()
+        generation = self._shared.generations.current(self.line, namespace.generation)
+        self.namespace = replace(namespace, generation=generation)
+        self.root = self._root_of(self.namespace)
+        self._roots |= {self.root}
+
+    def _root_of(self, namespace: Namespace) -> BlockHash:
+        shared = self._shared
+        return namespace_digest(
+            shared.layout.fingerprint, shared.block_tokens, namespace, shared.secret
+        )
+
+    def follow(self) -> None:
+        """Change to the generation that another scope of this namespace has begun."""
+        if not self._shared.generations.is_current(self.line, self.namespace.generation):
+            self._bind(self.namespace)
+
+    def begin_generation(self) -> int:
+        """Record the next generation and change to it; return its number."""
+        self.follow()
+        newer = self.namespace.generation + 1
+        self._shared.generations.record(self.line, newer)
+        self._bind(replace(self.namespace, generation=newer))
+        return newer
+
+    def prefix(
+        self, tokens: Sequence[int] | NDArray[np.integer], images: Sequence[ImageSpan]
+    ) -> Prefix:
+        """Return the prefix of a request under the generation in force.
+
+        Raises:
+            StoreError: after ``close`` or in a forked child.
+            ValueError: for tokens that are no token ids, or an image span beyond them.
+        """
+        self._shared.guard()
+        self.follow()
+        images = several(images, "images", "ImageSpan values")
+        if images:
+            tokens = as_tokens(tokens)
+        count = len(tokens) if images else 0
+        for image in images:
+            given: object = image
+            if not isinstance(given, ImageSpan):
+                msg = f"images must be ImageSpan values, found {type(given).__name__}"
+                raise ValueError(msg)
+            if image.stop > count:
+                msg = f"image span [{image.start}, {image.stop}) ends beyond {count} tokens"
+                raise ValueError(msg)
+        # A match outlives the call; its caller's buffer may not.
+        ids, hashes = identify(self.root, tokens, self._shared.block_tokens, images)
+        return Prefix(self.root, ids, hashes, images, self._shared.block_tokens)
+
+    def check(self, match: object) -> Match:
+        """Return a match of this namespace. Raises ``ValueError`` for anything else.
+
+        A match of another store names blocks that are not here; one of another namespace names
+        blocks under other hashes.
+        """
+        if not isinstance(match, Match):
+            msg = f"match must come from lookup, found {brief(match)}"
+            raise ValueError(msg)
+        if match.lookups is not self._shared.lookups:
+            msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
+            raise ValueError(msg)
+        if match.prefix.root not in self._roots:
+            msg = (
+                f"the match is of another namespace than {self.namespace}; look up in the scope that "
+                "reads it"
+            )
+            raise ValueError(msg)
+        return match
