@@ -34,7 +34,7 @@ from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.path_index import simulate_policy
+from kvstore.simulate.trace_index import simulate_policy
 from kvstore.simulate.run import Simulation, simulate
 from kvstore.simulate.sizes import Size, size_of
 from kvstore.trace.columns import Trace
@@ -294,10 +294,10 @@ def a2(bench: Bench) -> Bars:
         seen = np.zeros(trace.distinct_blocks, np.bool_)
         again = 0
         for request in range(len(trace)):
-            path = trace.path(request)
+            path = trace.chain(request)
             again += int(seen[path].sum())
             seen[path] = True
-        found = int(bench.simulation(name).ceiling_hits().sum())
+        found = int(bench.simulation(name).infinite_cache_hits().sum())
         yield Bar("A2", f"ceiling, {name}", (found - again) / trace.references, SIX_DIGITS)
 
 
@@ -418,7 +418,7 @@ def a9(bench: Bench) -> Bars:
     for name in (*SMALL, WEKA):
         simulation = bench.simulation(name)
         differs = sum(
-            simulate_policy(simulation.rows, make_policy("lru"), size)
+            simulate_policy(simulation.chain_lists, make_policy("lru"), size)
             != simulation.curve.hits(size).tolist()
             for size in sizes_of(simulation.trace, SPEED_SIZES)
         )

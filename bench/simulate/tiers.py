@@ -49,7 +49,7 @@ def tiers(path: Path) -> None:
 def windows(path: Path, block_tokens: int, measured: dict[int, float], key: str) -> None:
     simulation = Simulation(read(path, Options(block_tokens=block_tokens)))
     found = window_report(
-        simulation.trace, simulation.ceiling_hits(), Windows(128, 300.0), 0, tuple(measured)
+        simulation.trace, simulation.infinite_cache_hits(), Windows(128, 300.0), 0, tuple(measured)
     )
     most = found["curve"][-1][key]
     for point in found["curve"][:-1]:

@@ -111,7 +111,7 @@ class _Search:
         self._first = first
         self._progress = progress
         self._known: dict[tuple[str, int], tuple[int, float]] = {}
-        self.most = int(simulation.ceiling_hits()[self._first :].sum())
+        self.most = int(simulation.infinite_cache_hits()[self._first :].sum())
         """Blocks that a cache without bounds hits."""
 
     def _run(self, policy: str, size: int) -> tuple[int, float]:
@@ -143,7 +143,7 @@ class _Search:
         if share is None or self.reaches(LRU, exact):
             return exact
         # There every request fits its share, so all is hit that can be.
-        longest = int(trace.path_blocks.max())
+        longest = int(trace.chain_blocks.max())
         enough = max(trace.distinct_blocks, math.ceil(longest / Fraction(str(share))))
         return self.size(LRU, enough, exact)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.trace.columns import Ints
-from kvstore.trace.paths import Links
+from kvstore.trace.chains import Links
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,17 +53,17 @@ def summed(found: Ints, links: Links) -> Ints:
     return sums
 
 
-def lru_curve(links: Links, path_blocks: Ints) -> Curve:
-    """Return the LRU curve of a trace. ``path_blocks`` are the blocks of each request.
+def lru_curve(links: Links, chain_blocks: Ints) -> Curve:
+    """Return the LRU curve of a trace. ``chain_blocks`` are the blocks of each request.
 
     Cost: O(log requests) a link, in plain Python.
     """
-    requests = len(path_blocks)
+    requests = len(chain_blocks)
     tree = [0] * (requests + 1)
     """Blocks by the request that used them last, as sums over powers of two (Fenwick)."""
     before = [0] * len(links.later)
     offsets, earlier = links.offsets.tolist(), links.earlier.tolist()
-    sizes, paths = links.blocks.tolist(), path_blocks.tolist()
+    sizes, lengths = links.blocks.tolist(), chain_blocks.tolist()
     held = 0
     for request in range(requests):
         for link in range(offsets[request], offsets[request + 1]):
@@ -75,7 +75,7 @@ def lru_curve(links: Links, path_blocks: Ints) -> Curve:
             before[link] = held - older
         # What this request uses moves from where it was used last. Until here it was all in place,
         # so that what a path shares with several earlier ones is counted as it was before.
-        fresh = paths[request]
+        fresh = lengths[request]
         for link in range(offsets[request], offsets[request + 1]):
             node, size = earlier[link] + 1, sizes[link]
             held -= size

@@ -101,7 +101,7 @@ def tiers_report(
     tokens = trace.input_tokens
     reach = np.minimum(np.cumsum(flow.served, axis=1) * trace.block_tokens, tokens[:, None])
     served_tokens = np.diff(reach, axis=1, prepend=0)
-    asked_blocks = int(trace.path_blocks[first:].sum())
+    asked_blocks = int(trace.chain_blocks[first:].sum())
     asked_tokens = int(tokens[first:].sum())
     arrival = trace.arrival[first:]
     seconds = int(arrival[-1] - arrival[0]) / SECOND if len(arrival) else 0.0

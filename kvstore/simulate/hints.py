@@ -17,11 +17,11 @@ PREFIXES = 5
 
 def hints(simulation: Simulation, found: Mapping[str, Any], first: int) -> dict[str, Any]:
     """Return facts that explain a simulation. ``first`` is the first request that is counted."""
-    trace, paths, links = simulation.trace, simulation.paths, simulation.links
+    trace, paths, links = simulation.trace, simulation.chains, simulation.links
     uses = np.bincount(paths.refs, minlength=paths.segments)
     counted = links.later >= first
     gaps = (trace.arrival[links.later] - trace.arrival[links.earlier])[counted] / SECOND
-    lengths = trace.path_blocks[first:]
+    lengths = trace.chain_blocks[first:]
     return {
         "top_prefixes": _top_prefixes(simulation, uses),
         "reuse_seconds": weighted(gaps, links.blocks[counted]),
@@ -44,7 +44,7 @@ def hints(simulation: Simulation, found: Mapping[str, Any], first: int) -> dict[
 
 def _top_prefixes(simulation: Simulation, uses: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
     """Return the stretches of prompts whose reuse saves most tokens, with where each ends."""
-    trace, paths = simulation.trace, simulation.paths
+    trace, paths = simulation.trace, simulation.chains
     saved = (uses - 1) * paths.blocks * trace.block_tokens
     top = np.argsort(-saved, kind="stable")[:PREFIXES]
     first_use = np.full(paths.segments, -1, np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore.simulate.curve import summed
 from kvstore.trace.columns import Ints
-from kvstore.trace.paths import Links
+from kvstore.trace.chains import Links
 
 SUMMARY = "the bound: knows the future, and may decline to store"
 

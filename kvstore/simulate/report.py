@@ -82,7 +82,7 @@ def report(
     choice = found["recommendation"]["choice"]
     if choice is not None:
         choice["size_bytes"] = _bytes(question, simulation, choice["size_blocks"])
-    ceiling = simulation.ceiling_hits()
+    ceiling = simulation.infinite_cache_hits()
     found["ceilings"] = {
         name: asdict(simulation.ratios(ceiling, name)) for name in ("all", "last_half")
     }

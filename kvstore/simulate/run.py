@@ -18,10 +18,10 @@ from kvstore.simulate.cost import FREE, Cost, Link, first_token_seconds, ttft_re
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.path_index import Rows, simulate_policy
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.simulate.sizes import Size
 from kvstore.trace.columns import Ints, Trace
-from kvstore.trace.paths import links_of, paths_of
+from kvstore.trace.chains import links_of, chains_of
 
 Window = str
 """Which requests are counted: ``all``, ``last_half``, or a share such as ``last_75%``."""
@@ -84,24 +84,24 @@ class Simulation:
             raise ValueError(msg)
         self.trace = trace
         self.request_share = request_share
-        self.paths = paths_of(trace)
-        self.links = links_of(self.paths)
+        self.chains = chains_of(trace)
+        self.links = links_of(self.chains)
 
     @cached_property
-    def rows(self) -> Rows:
+    def chain_lists(self) -> ChainLists:
         """The paths as lists."""
-        return Rows(self.paths)
+        return ChainLists(self.chains)
 
     @cached_property
     def curve(self) -> Curve:
         """LRU at every size."""
-        return lru_curve(self.links, self.trace.path_blocks)
+        return lru_curve(self.links, self.trace.chain_blocks)
 
     def prepare(self) -> None:
         """Work out what is otherwise worked out when it is first needed."""
-        _ = self.rows, self.curve
+        _ = self.chain_lists, self.curve
 
-    def ceiling_hits(self) -> Ints:
+    def infinite_cache_hits(self) -> Ints:
         """Return the hit of each request in a cache without bounds, in blocks."""
         return summed(self.links.blocks, self.links)
 
@@ -117,12 +117,12 @@ class Simulation:
         if policy == OPTIMAL:
             return optimal_hits(self.links, capacity)
         made, room = make_policy(policy), self.room(capacity)
-        is_bounded = room < min(capacity, int(self.trace.path_blocks.max(initial=0)))
+        is_bounded = room < min(capacity, int(self.trace.chain_blocks.max(initial=0)))
         if capacity >= self.trace.distinct_blocks and not is_bounded:
-            return self.ceiling_hits()
+            return self.infinite_cache_hits()
         if policy == "lru" and not is_bounded:
             return self.curve.hits(capacity)
-        return np.array(simulate_policy(self.rows, made, capacity, room=room), np.int64)
+        return np.array(simulate_policy(self.chain_lists, made, capacity, room=room), np.int64)
 
     def room(self, capacity: int) -> int:
         """Return the most blocks of one request that a cache of ``capacity`` blocks takes."""
@@ -137,7 +137,7 @@ class Simulation:
         trace, run = self.trace, hits[first:]
         tokens = trace.input_tokens[first:]
         served = np.minimum(run * trace.block_tokens, tokens)
-        asked = int(trace.path_blocks[first:].sum())
+        asked = int(trace.chain_blocks[first:].sum())
         every = run if blocks is None else blocks[first:]
         return Ratios(
             prefix_hit_ratio=_share(int(run.sum()), asked),
@@ -272,7 +272,7 @@ def simulate(
             size_bytes = round(row.size_blocks * cost.token_bytes * simulation.trace.block_tokens)
             name = {"policy": row.policy, "size_blocks": row.size_blocks, "size_bytes": size_bytes}
             costs.append(name | spent)
-    ceiling = simulation.ratios(simulation.ceiling_hits(), window)
+    ceiling = simulation.ratios(simulation.infinite_cache_hits(), window)
     return {
         "rows": [row.as_dict() for row in rows],
         **({"costs": costs} if cost is not None else {}),
@@ -366,7 +366,7 @@ def _gains(simulation: Simulation, rows: Sequence[Row], first: int) -> list[dict
 
 
 def _gaps(simulation: Simulation, rows: Sequence[Row], window: Window) -> list[dict[str, Any]]:
-    ceiling = simulation.ratios(simulation.ceiling_hits(), window).prefix_token_hit_ratio
+    ceiling = simulation.ratios(simulation.infinite_cache_hits(), window).prefix_token_hit_ratio
     online: dict[int, float] = {}
     for row in rows:
         if row.policy != OPTIMAL:

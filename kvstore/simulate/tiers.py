@@ -62,7 +62,7 @@ class Keys:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._parents = parents(trace)
-        request = np.repeat(np.arange(len(trace)), trace.path_blocks)
+        request = np.repeat(np.arange(len(trace)), trace.chain_blocks)
         self._request = np.empty(trace.distinct_blocks, np.int32)
         self._request[trace.blocks] = request
         self._depth = np.empty(trace.distinct_blocks, np.int32)
@@ -70,7 +70,7 @@ class Keys:
 
     def path(self, request: int, blocks: int | None = None) -> bytes:
         """Return the keys of a request's first blocks, end to end; by default of all."""
-        words = np.zeros((len(ids := self._trace.path(request)[:blocks]), 2), ">u8")
+        words = np.zeros((len(ids := self._trace.chain(request)[:blocks]), 2), ">u8")
         words[:, 1] = ids
         return words.tobytes()
 

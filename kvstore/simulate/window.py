@@ -127,7 +127,7 @@ def simulate_windows(
 
 def whole_blocks(trace: Trace) -> Ints:
     """Return how many blocks each prompt fills, [requests]."""
-    return np.minimum(trace.path_blocks, trace.input_tokens // max(1, trace.block_tokens))
+    return np.minimum(trace.chain_blocks, trace.input_tokens // max(1, trace.block_tokens))
 
 
 def all_window_tokens(trace: Trace, windows_tokens: int) -> int:

@@ -39,7 +39,7 @@ def parents(trace: Trace) -> Numbers:
 def _steps(trace: Trace) -> Iterator[tuple[Numbers, Numbers]]:
     """Yield all references with the id before each, a part at a time."""
     blocks = trace.blocks
-    firsts = trace.offsets[:-1][trace.path_blocks > 0]
+    firsts = trace.offsets[:-1][trace.chain_blocks > 0]
     for start in range(0, len(blocks), STEP):
         stop = min(start + STEP, len(blocks))
         above = np.empty(stop - start, np.int32)

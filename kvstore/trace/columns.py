@@ -56,17 +56,17 @@ class Trace:
         return len(self.blocks)
 
     @property
-    def path_blocks(self) -> Ints:
+    def chain_blocks(self) -> Ints:
         """Blocks of each prompt, [requests]."""
         return np.diff(self.offsets)
 
-    def path(self, request: int) -> Numbers:
+    def chain(self, request: int) -> Numbers:
         """Return the block ids of one prompt, in prefix order."""
         return self.blocks[self.offsets[request] : self.offsets[request + 1]]
 
     def take(self, requests: Ints) -> Trace:
         """Return a trace of some requests, which are given in ascending order."""
-        sizes = self.path_blocks[requests]
+        sizes = self.chain_blocks[requests]
         offsets = ends(sizes)
         within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], sizes)
         blocks = self.blocks[np.repeat(self.offsets[:-1][requests], sizes) + within]

@@ -57,7 +57,7 @@ def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace
     order = np.argsort(arrival, kind="stable")
     first_block = ends([trace.distinct_blocks for trace in traces])
     first_session = ends([int(trace.sessions.max(initial=UNKNOWN)) + 1 for trace in traces])
-    paths = ends(np.concatenate([trace.path_blocks for trace in traces]))
+    paths = ends(np.concatenate([trace.chain_blocks for trace in traces]))
     whole = Trace(
         name="+".join(trace.name for trace in traces),
         block_tokens=max(sizes, default=0),

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.trace.columns import SECOND, UNKNOWN, Ints, Trace
-from kvstore.trace.paths import Links, Paths, links_of, paths_of
+from kvstore.trace.chains import Links, Chains, links_of, chains_of
 
 PERCENTILES = (50, 90, 99)
 
@@ -34,13 +34,13 @@ def info(trace: Trace) -> dict[str, Any]:
     if not trace.references:
         names = ("segments", "path_blocks", "once_only", "reuse_seconds", "ceiling")
         return facts | dict.fromkeys(names)
-    paths = paths_of(trace)
+    paths = chains_of(trace)
     return facts | _reuse(trace, paths, links_of(paths))
 
 
-def _reuse(trace: Trace, paths: Paths, links: Links) -> dict[str, Any]:
+def _reuse(trace: Trace, paths: Chains, links: Links) -> dict[str, Any]:
     uses = np.bincount(paths.refs, minlength=paths.segments)
-    lengths = trace.path_blocks
+    lengths = trace.chain_blocks
     reused = int(links.blocks.sum())
     gaps = trace.arrival[links.later] - trace.arrival[links.earlier]
     served = np.bincount(links.later, links.blocks, len(trace)).astype(np.int64)

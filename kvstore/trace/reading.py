@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Columns:
-    """Rows on their way to becoming a trace."""
+    """ChainLists on their way to becoming a trace."""
 
     path: Path
     block_tokens: int = 0
@@ -62,7 +62,7 @@ class Columns:
     latest: int = 0
     """Latest time in the present file: each has a clock of its own, as rotated logs and sessions do."""
     late: list[int] = field(default_factory=list)
-    """Rows with an earlier time than one before them in their file."""
+    """ChainLists with an earlier time than one before them in their file."""
     ids: list[NDArray[np.integer]] = field(default_factory=list)
     session_numbers: dict[str, int] = field(default_factory=dict)
     names: dict[str | int, int] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def _mooncake(trace: Trace) -> Iterator[dict[str, Any]]:
             "timestamp": _in_units(int(trace.arrival[request]), MILLISECOND),
             "input_length": int(trace.input_tokens[request]),
             "output_length": int(trace.output_tokens[request]),
-            "hash_ids": trace.path(request).tolist(),
+            "hash_ids": trace.chain(request).tolist(),
         }
         if trace.block_tokens:
             line["block_size"] = trace.block_tokens

@@ -40,7 +40,7 @@ def trace_of(paths: Sequence[Sequence[int]], block_tokens: int = 4) -> Trace:
 
 
 def grown_paths(seed: int, requests: int = 120, depth: int = 14) -> list[list[int]]:
-    """Paths that often go on where earlier ones went: conversations, forks, repeats, empty ones."""
+    """Chains that often go on where earlier ones went: conversations, forks, repeats, empty ones."""
     draw = random.Random(seed)
     paths: list[list[int]] = []
     for _ in range(requests):

@@ -1,4 +1,4 @@
-"""Rows, windows, ceilings, curves and what they say; flat blocks; sizes as they are written."""
+"""ChainLists, windows, ceilings, curves and what they say; flat blocks; sizes as they are written."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_curve_of_a_report_goes_through_its_lru_rows_and_ends_at_the_ceiling
 @pytest.mark.parametrize("seed", range(5))
 def test_the_size_for_a_share_of_the_ceiling_is_the_smallest(seed: int) -> None:
     simulation, found = report(seed)
-    ceiling = int(simulation.ceiling_hits().sum())
+    ceiling = int(simulation.infinite_cache_hits().sum())
     sizes = found["recommendation"]["sizes"]  # type: ignore[index]
     assert list(sizes) == ["90%", "95%", "99%"]
     for name, size in sizes.items():
@@ -175,7 +175,7 @@ def test_the_knee_and_the_gaps_lie_where_they_should() -> None:
         simulation.row(name, Size(12, 0)).ratios.prefix_token_hit_ratio
         for name in ("lru", "fifo", "optimal")
     )
-    ceiling = simulation.ratios(simulation.ceiling_hits()).prefix_token_hit_ratio
+    ceiling = simulation.ratios(simulation.infinite_cache_hits()).prefix_token_hit_ratio
     assert gaps["policy"] == optimal - max(lru, fifo)
     assert gaps["capacity"] == ceiling - optimal
 
@@ -215,7 +215,7 @@ def flat_lru(trace: Trace, capacity: int) -> list[int]:
     hits = []
     for request in range(len(trace)):
         hit = 0
-        for block in trace.path(request).tolist():
+        for block in trace.chain(request).tolist():
             if block in held:
                 hit += 1
                 held.move_to_end(block)
@@ -235,7 +235,7 @@ def flat_sieve(trace: Trace, capacity: int) -> list[int]:
     hits = []
     for request in range(len(trace)):
         hit = 0
-        for block in trace.path(request).tolist():
+        for block in trace.chain(request).tolist():
             if block in queue:
                 hit += 1
                 marked.add(block)

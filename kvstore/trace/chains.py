@@ -17,7 +17,7 @@ from kvstore.trace.columns import Ints, Numbers, Trace, ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Paths:
+class Chains:
     """Requests as rows of segment numbers, from the root down.
 
     Invariants:
@@ -47,7 +47,7 @@ class Paths:
         return self.starts + self.blocks
 
 
-def paths_of(trace: Trace) -> Paths:
+def chains_of(trace: Trace) -> Chains:
     """Cut a trace into segments.
 
     Raises:
@@ -77,14 +77,14 @@ def paths_of(trace: Trace) -> Paths:
     above = np.full(segments, -1, np.int32)
     above[refs[1:]] = refs[:-1]
     above[starts == 0] = -1
-    return Paths(trace, refs, offsets, starts, blocks, above)
+    return Chains(trace, refs, offsets, starts, blocks, above)
 
 
 def _heads(trace: Trace, parent: Numbers) -> NDArray[np.bool_]:
     """Say of each block whether a segment begins with it: its parent ends a path, or forks."""
     children = np.bincount(parent[parent >= 0], minlength=trace.distinct_blocks)
     is_last = children > 1
-    used = trace.path_blocks > 0
+    used = trace.chain_blocks > 0
     is_last[trace.blocks[trace.offsets[1:][used] - 1]] = True
     return (parent < 0) | is_last[np.maximum(parent, 0)]
 
@@ -119,7 +119,7 @@ class Links:
     """Where the links to each request begin, [requests + 1]."""
 
 
-def links_of(paths: Paths) -> Links:
+def links_of(paths: Chains) -> Links:
     """Join the uses of each segment into links. Cost: one sort of the segment references."""
     refs = paths.refs
     request = np.repeat(np.arange(len(paths.trace)), np.diff(paths.offsets))

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvstore.index.prefix_tree import NEVER
 from kvstore.policy.protocol import Policy
-from kvstore.trace.paths import Paths
+from kvstore.trace.chains import Chains
 
 
-class Piece:
+class Node:
     """A run of blocks of the tree, as a ``Segment`` is one of an index."""
 
     __slots__ = (
@@ -35,7 +35,7 @@ class Piece:
     expires = NEVER
 
     def __init__(
-        self, parent: Piece | None, bottom: int, start: int, stop: int, now: int, rows: Rows
+        self, parent: Node | None, bottom: int, start: int, stop: int, now: int, rows: ChainLists
     ) -> None:
         self.parent = parent
         self.bottom = bottom
@@ -55,13 +55,13 @@ class Piece:
         return rows.firsts[at] + number
 
 
-class Rows:
-    """Paths as lists, which plain Python reads fastest; shared by all simulations of a trace.
+class ChainLists:
+    """Chains as lists, which plain Python reads fastest; shared by all simulations of a trace.
 
     Number -1 is the root, above all segments. It has no blocks, and no depth is above its start.
     """
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: Chains) -> None:
         refs = np.append(paths.refs, -1)
         is_empty = np.diff(paths.offsets) == 0
         self.lasts: list[int] = np.where(is_empty, -1, refs[paths.offsets[1:] - 1]).tolist()
@@ -79,7 +79,7 @@ Observer = Callable[[int, int], object]
 
 
 def simulate_policy(
-    rows: Rows,
+    rows: ChainLists,
     policy: Policy[Any],
     capacity: int,
     evicted: Observer | None = None,
@@ -98,9 +98,9 @@ def simulate_policy(
     """
     hits: list[int] = []
     starts, stops, parents = rows.starts, rows.stops, rows.parents
-    root = Piece(None, -1, 0, 0, 0, rows)
+    root = Node(None, -1, 0, 0, 0, rows)
     root.is_evictable = False
-    holder: list[Piece | None] = [None] * len(starts)
+    holder: list[Node | None] = [None] * len(starts)
     """The piece that has the last cached block of each segment of the trace."""
     holder[-1] = root
     free = capacity
@@ -133,7 +133,7 @@ def simulate_policy(
         if missing > free:
             free += _evict(missing - free, holder, rows, policy, request, evicted)
         free -= missing
-        fresh = Piece(piece, last, hit, stop, now, rows)
+        fresh = Node(piece, last, hit, stop, now, rows)
         while starts[last] >= hit:
             holder[last] = fresh
             last = parents[last]
@@ -144,12 +144,12 @@ def simulate_policy(
 
 
 def _split(
-    lower: Piece, bottom: int, holder: list[Piece | None], rows: Rows, policy: Policy[Any]
-) -> Piece:
+    lower: Node, bottom: int, holder: list[Node | None], rows: ChainLists, policy: Policy[Any]
+) -> Node:
     """Cut the blocks down to the end of ``bottom`` off as a new upper piece, as an index does."""
     starts, parents = rows.starts, rows.parents
     at, start = rows.stops[bottom], lower.start
-    upper = Piece(lower.parent, bottom, start, at, lower.last_use, rows)
+    upper = Node(lower.parent, bottom, start, at, lower.last_use, rows)
     upper.children = 1
     upper.is_evictable = False
     lower.parent, lower.start = upper, at
@@ -163,8 +163,8 @@ def _split(
 
 def _evict(
     blocks: int,
-    holder: list[Piece | None],
-    rows: Rows,
+    holder: list[Node | None],
+    rows: ChainLists,
     policy: Policy[Any],
     request: int,
     evicted: Observer | None,
@@ -173,7 +173,7 @@ def _evict(
     starts, parents = rows.starts, rows.parents
     left = blocks
     while left:
-        victim: Piece | None = policy.victim(left)
+        victim: Node | None = policy.victim(left)
         assert victim is not None, "all but the path may go"
         at, start = victim.bottom, victim.start
         stop = max(start, victim.stop - left)
