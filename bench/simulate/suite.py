@@ -34,9 +34,11 @@ from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.trace_index import simulate_policy
-from kvstore.simulate.run import Simulation, simulate
+from kvstore.simulate.options import SimulateOptions
+from kvstore.simulate.report import make_report
+from kvstore.simulate.run import Simulation
 from kvstore.simulate.sizes import Size, size_of
+from kvstore.simulate.trace_index import simulate_policy
 from kvstore.trace.columns import Trace
 from kvstore.trace.info import info
 from kvstore.trace.reading import read
@@ -225,7 +227,9 @@ class Bench:
             start = time.perf_counter()
             simulation = Simulation(read(plain))
             sizes = [Size(point["cacheBlocks"], 0) for point in found["points"]]
-            simulate(simulation, ("fifo", "lru", OPTIMAL), sizes, window="last_half")
+            policies = ("fifo", "lru", OPTIMAL)
+            options = SimulateOptions(policies=policies, sizes=sizes, interval="last_half")
+            make_report(simulation, options)
             ours = time.perf_counter() - start
         return found, ours / min(walls)
 
@@ -439,7 +443,8 @@ def ten_policies(bench: Bench, name: str) -> tuple[float, float, float, dict[str
         for size in sizes:
             simulation.row("lru", size)
 
-    ours = cpu(lambda: simulate(Simulation(read(path)), tuple(SPEED), sizes))
+    options = SimulateOptions(policies=tuple(SPEED), sizes=sizes)
+    ours = cpu(lambda: make_report(Simulation(read(path)), options))
     assert bench.python is not None
     blocks = [size.blocks for size in sizes]
     theirs = peer(bench.python, trace, what="speed", policies=list(SPEED.values()), sizes=blocks)

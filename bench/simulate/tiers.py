@@ -51,12 +51,14 @@ def windows(path: Path, block_tokens: int, measured: dict[int, float], key: str)
     found = window_report(
         simulation.trace, simulation.infinite_cache_hits(), Windows(128, 300.0), 0, tuple(measured)
     )
-    most = found["curve"][-1][key]
-    for point in found["curve"][:-1]:
-        share = point[key] / most
-        gap = measured[int(point["ttl_seconds"])]
+    *points, infinite = found.curve
+    for point in points:
+        assert point.ttl_seconds is not None
+        kept = getattr(point, key)
+        share = kept / getattr(infinite, key)
+        gap = measured[int(point.ttl_seconds)]
         print(
-            f"{simulation.trace.name}, {point['ttl_seconds']:g} s: {point[key]:.3f} kept, "
+            f"{simulation.trace.name}, {point.ttl_seconds:g} s: {kept:.3f} kept, "
             f"{share:.3f} of what any would keep; measured on the trace: {gap:.3f}"
         )
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.trace.columns import Ints
 from kvstore.trace.chains import Links
+from kvstore.trace.columns import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

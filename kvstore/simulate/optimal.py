@@ -12,8 +12,8 @@ import heapq
 import numpy as np
 
 from kvstore.simulate.curve import summed
-from kvstore.trace.columns import Ints
 from kvstore.trace.chains import Links
+from kvstore.trace.columns import Ints
 
 SUMMARY = "the bound: knows the future, and may decline to store"
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.trace.chains import Chains, Links, chains_of, links_of
 from kvstore.trace.columns import SECOND, UNKNOWN, Ints, Trace
-from kvstore.trace.chains import Links, Chains, links_of, chains_of
 
 PERCENTILES = (50, 90, 99)
 

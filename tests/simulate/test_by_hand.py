@@ -7,9 +7,9 @@ import pytest
 from kvstore.index.plan import request_blocks
 from kvstore.policy.registry import make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.sizes import Size
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.trace.chains import chains_of
 from tests.simulate.support import trace_of
 

@@ -14,9 +14,9 @@ from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.curve import lru_curve
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.simulate.run import Simulation
-from kvstore.trace.chains import links_of, chains_of
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
+from kvstore.trace.chains import chains_of, links_of
 from tests.simulate.support import (
     Driven,
     Prefix,

@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.index.plan import request_blocks
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.trace.chains import chains_of
 from tests.simulate.support import grown_paths, trace_of
 from tests.simulate.tiers_model import RANKS, Exclusive, Inclusive

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.identity.block import BlockHash
+from kvstore.simulate.json_form import as_dict
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.window import (
     Pool,
@@ -117,7 +118,7 @@ def test_the_windows_of_all_prompts_are_each_counted_once() -> None:
 def test_a_longer_life_never_means_more_replays_without_a_budget() -> None:
     trace = timed(grown_paths(3, 300), 3)
     hits = Simulation(trace).infinite_cache_hits()
-    found = window_report(trace, hits, Windows(W, 20.0), 0, ttls=(1.0, 5.0, 60.0, 300.0))
+    found = as_dict(window_report(trace, hits, Windows(W, 20.0), 0, ttls=(1.0, 5.0, 60.0, 300.0)))
     kept = [point["kept"] for point in found["curve"]]
     assert kept == sorted(kept)
     assert kept[0] < kept[-1]
@@ -130,17 +131,17 @@ def test_a_longer_life_never_means_more_replays_without_a_budget() -> None:
 def test_only_requests_after_the_warm_up_are_counted() -> None:
     trace = timed([[1, 2], [1, 2], [1, 2], [1, 2]])
     hits = Simulation(trace).infinite_cache_hits()
-    assert window_report(trace, hits, Windows(W, 1e6), 2)["turns"] == 2
-    assert window_report(trace, hits, Windows(W, 1e6), 0)["turns"] == 3
-    nothing = window_report(trace, hits * 0, Windows(W, 1e6), 0)
-    assert (nothing["turns"], nothing["kept"]) == (0, 1.0)
+    assert window_report(trace, hits, Windows(W, 1e6), 2).asked.turns == 2
+    assert window_report(trace, hits, Windows(W, 1e6), 0).asked.turns == 3
+    nothing = window_report(trace, hits * 0, Windows(W, 1e6), 0).asked
+    assert (nothing.turns, nothing.kept) == (0, 1.0)
 
 
 def test_a_time_to_live_is_named_for_each_share_of_turns() -> None:
     gaps = [0, *[10] * 93, *[100] * 3, *[1000] * 4]
     trace = replace(trace_of([[1, 2]] * 101), arrival=np.cumsum(gaps) * SECOND)
     hits = Simulation(trace).infinite_cache_hits()
-    found = window_report(trace, hits, Windows(W, 5.0), 0, ttls=(20.0, 200.0, 2000.0))
+    found = as_dict(window_report(trace, hits, Windows(W, 5.0), 0, ttls=(20.0, 200.0, 2000.0)))
     assert found["kept"] == 0.0
     assert found["ttl_for"] == {"90%": 20.0, "95%": 200.0, "99%": 2000.0}
     assert found["replayed_tokens"] == 100 * W

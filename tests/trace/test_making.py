@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.errors import StoreError, TraceError
 from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
+from kvstore.trace.chains import chains_of, links_of
 from kvstore.trace.columns import Trace, dense
 from kvstore.trace.cutting import head, merged, sample
 from kvstore.trace.info import info
-from kvstore.trace.chains import links_of, chains_of
 from kvstore.trace.reading import Options, read
 from kvstore.trace.source import created
 from kvstore.trace.writing import write

@@ -15,9 +15,9 @@ import pytest
 import zstandard
 
 from kvstore.errors import TraceError
+from kvstore.trace.chains import chains_of, links_of
 from kvstore.trace.columns import Trace
 from kvstore.trace.info import info
-from kvstore.trace.chains import links_of, chains_of
 from kvstore.trace.reading import Options, read
 
 ROWS = [

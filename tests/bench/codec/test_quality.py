@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.codec import quality as codec_quality
 from bench.codec.quality import (
     BASELINE,
     RESTORED,
@@ -29,7 +30,6 @@ from bench.codec.quality import (
     table,
     window,
 )
-from bench.codec import quality as codec_quality
 from kvstore.engine.transformers import TransformersAdapter
 from tests.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, tiny_model
 
