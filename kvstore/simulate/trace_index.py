@@ -1,9 +1,9 @@
-"""The index of a tier over a trace whose paths are known: the same events, without any key.
+"""Index of a simulated tier for a trace whose chains are known in advance: no keys, same events.
 
-``PrefixIndex`` compares keys, block by block, because it does not know what comes. Here every path
-is a row of segments that were cut beforehand, so a match is a walk up from the last of them, and a piece
-of the tree is two depths. A policy cannot tell the two apart: it hears the same events
-about the same pieces in the same order, which ``tests/simulate`` checks for each policy.
+``PrefixIndex`` compares keys block by block, because it does not know the next request. Here every chain
+is a row of precomputed segments, so a lookup walks up from the last of them, and a node of the tree is
+two depths. A policy sees the same events on the same nodes in the same order as in a tier;
+``tests/simulate`` checks this for each policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.trace.chains import Chains
 
 
 class Node:
-    """A run of blocks of the tree, as a ``Segment`` is one of an index."""
+    """Consecutive cached blocks of a chain: a node of the tree, as ``Segment`` is in an index."""
 
     __slots__ = (
         "bottom",
@@ -27,7 +27,7 @@ class Node:
         "is_evictable",
         "last_use",
         "parent",
-        "rows",
+        "chains",
         "start",
         "stop",
     )
@@ -35,51 +35,51 @@ class Node:
     expires = NEVER
 
     def __init__(
-        self, parent: Node | None, bottom: int, start: int, stop: int, now: int, rows: ChainLists
+        self, parent: Node | None, bottom: int, start: int, stop: int, now: int, chains: ChainLists
     ) -> None:
         self.parent = parent
         self.bottom = bottom
-        """The segment of the trace that its last block is in."""
+        """The segment of the trace that has its last block."""
         self.start = start
         self.stop = stop
         self.children = 0
         self.last_use = now
         self.is_evictable = True
-        self.rows = rows
+        self.chains = chains
 
     def key(self, number: int) -> int:
-        """Return a number for a block of the piece that no other block of the trace has."""
-        rows, at = self.rows, self.bottom
-        while rows.starts[at] > number:
-            at = rows.parents[at]
-        return rows.firsts[at] + number
+        """Return the number of a block, unique in the trace."""
+        chains, at = self.chains, self.bottom
+        while chains.starts[at] > number:
+            at = chains.parents[at]
+        return chains.firsts[at] + number
 
 
 class ChainLists:
     """Chains as lists, which plain Python reads fastest; shared by all simulations of a trace.
 
-    Number -1 is the root, above all segments. It has no blocks, and no depth is above its start.
+    Segment -1 is the root. It has no blocks, and its start is below every depth.
     """
 
-    def __init__(self, paths: Chains) -> None:
-        refs = np.append(paths.refs, -1)
-        is_empty = np.diff(paths.offsets) == 0
-        self.lasts: list[int] = np.where(is_empty, -1, refs[paths.offsets[1:] - 1]).tolist()
-        """The deepest segment of each request, which tells its whole path."""
-        self.starts: list[int] = [*paths.starts.tolist(), -1]
-        self.stops: list[int] = [*paths.stops.tolist(), 0]
-        self.parents: list[int] = [*paths.parents.tolist(), -1]
-        first = paths.blocks.cumsum() - paths.blocks
-        self.firsts: list[int] = (first - paths.starts).tolist()
-        """What to add to a block's depth for its number among all blocks, by segment."""
+    def __init__(self, chains: Chains) -> None:
+        refs = np.append(chains.refs, -1)
+        is_empty = np.diff(chains.offsets) == 0
+        self.lasts: list[int] = np.where(is_empty, -1, refs[chains.offsets[1:] - 1]).tolist()
+        """The deepest segment of each request, which determines its chain."""
+        self.starts: list[int] = [*chains.starts.tolist(), -1]
+        self.stops: list[int] = [*chains.stops.tolist(), 0]
+        self.parents: list[int] = [*chains.parents.tolist(), -1]
+        first = chains.blocks.cumsum() - chains.blocks
+        self.firsts: list[int] = (first - chains.starts).tolist()
+        """Offset from a block's depth to its number among all blocks, by segment."""
 
 
 Observer = Callable[[int, int], object]
-"""Hear which block was evicted for which request: the request, the block's number."""
+"""Receives each evicted block: the request, the block's number."""
 
 
 def simulate_policy(
-    rows: ChainLists,
+    chains: ChainLists,
     policy: Policy[Any],
     capacity: int,
     evicted: Observer | None = None,
@@ -88,36 +88,36 @@ def simulate_policy(
 ) -> list[int]:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
 
-    A request is looked up and stored at once. Its path is pinned meanwhile, and what is longer than
-    ``room``, by default the whole cache, keeps its head. Time is logical: a request uses what it
-    hits, then stores the rest.
+    A request is looked up and stored at once, and its chain is pinned meanwhile. A chain longer than
+    ``room``, by default the whole cache, keeps its first blocks. Time is logical: a request uses its
+    hit, then stores the rest.
 
-    ``evicted`` hears of each evicted block, for tests.
+    ``evicted`` receives each evicted block, for tests.
 
-    Cost: O(log n) a request, and as much for each piece that comes or goes.
+    Cost: O(log n) per request, and per node that is added or removed.
     """
     hits: list[int] = []
-    starts, stops, parents = rows.starts, rows.stops, rows.parents
-    root = Node(None, -1, 0, 0, 0, rows)
+    starts, stops, parents = chains.starts, chains.stops, chains.parents
+    root = Node(None, -1, 0, 0, 0, chains)
     root.is_evictable = False
     holder: list[Node | None] = [None] * len(starts)
-    """The piece that has the last cached block of each segment of the trace."""
+    """The node that has the last cached block of each segment of the trace."""
     holder[-1] = root
     free = capacity
     longest = capacity if room is None else min(room, capacity)
     now = 0
-    for request, deepest in enumerate(rows.lasts):
+    for request, deepest in enumerate(chains.lasts):
         last = at = deepest
-        while (piece := holder[at]) is None:
+        while (node := holder[at]) is None:
             at = parents[at]
-        hit = piece.stop
+        hit = node.stop
         if stops[at] < hit:
             hit = stops[at]
-            piece = _split(piece, at, holder, rows, policy)
+            node = _split(node, at, holder, chains, policy)
         if hit:
             now += 1
-            piece.last_use = now
-            policy.touch(piece)
+            node.last_use = now
+            policy.touch(node)
         hits.append(hit)
         stop = stops[last]
         if stop > longest:
@@ -128,28 +128,28 @@ def simulate_policy(
         if missing <= 0:
             continue
         now += 1
-        piece.children += 1  # counted before it is there, which pins the path
-        piece.is_evictable = False
+        node.children += 1  # counted before it exists, which pins the chain
+        node.is_evictable = False
         if missing > free:
-            free += _evict(missing - free, holder, rows, policy, request, evicted)
+            free += _evict(missing - free, holder, chains, policy, request, evicted)
         free -= missing
-        fresh = Node(piece, last, hit, stop, now, rows)
+        fresh = Node(node, last, hit, stop, now, chains)
         while starts[last] >= hit:
             holder[last] = fresh
             last = parents[last]
-        if stops[last] > hit:  # it goes on inside a segment of the trace
+        if stops[last] > hit:  # it continues inside a segment of the trace
             holder[last] = fresh
         policy.insert(fresh)
     return hits
 
 
 def _split(
-    lower: Node, bottom: int, holder: list[Node | None], rows: ChainLists, policy: Policy[Any]
+    lower: Node, bottom: int, holder: list[Node | None], chains: ChainLists, policy: Policy[Any]
 ) -> Node:
-    """Cut the blocks down to the end of ``bottom`` off as a new upper piece, as an index does."""
-    starts, parents = rows.starts, rows.parents
-    at, start = rows.stops[bottom], lower.start
-    upper = Node(lower.parent, bottom, start, at, lower.last_use, rows)
+    """Split off the blocks down to the end of ``bottom`` as a new parent, as an index does."""
+    starts, parents = chains.starts, chains.parents
+    at, start = chains.stops[bottom], lower.start
+    upper = Node(lower.parent, bottom, start, at, lower.last_use, chains)
     upper.children = 1
     upper.is_evictable = False
     lower.parent, lower.start = upper, at
@@ -164,17 +164,17 @@ def _split(
 def _evict(
     blocks: int,
     holder: list[Node | None],
-    rows: ChainLists,
+    chains: ChainLists,
     policy: Policy[Any],
     request: int,
     evicted: Observer | None,
 ) -> int:
-    """Remove ``blocks`` blocks in the policy's order, each piece from its tail."""
-    starts, parents = rows.starts, rows.parents
+    """Evict ``blocks`` blocks in the policy's order, each node from its tail."""
+    starts, parents = chains.starts, chains.parents
     left = blocks
     while left:
         victim: Node | None = policy.victim(left)
-        assert victim is not None, "all but the path may go"
+        assert victim is not None, "all nodes but the pinned chain are evictable"
         at, start = victim.bottom, victim.start
         stop = max(start, victim.stop - left)
         if evicted is not None:

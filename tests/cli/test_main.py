@@ -445,7 +445,7 @@ def test_policies_are_listed_with_the_bound_last(capsys: pytest.CaptureFixture[s
     assert [row["policy"] for row in found][:3] == ["lru", "arc", "s3fifo"]
     assert found[-1]["policy"] == "optimal"
     assert [row["online"] for row in found] == [True] * (len(found) - 1) + [False]
-    assert "the bound" in printed(capsys, "policies")
+    assert "the upper bound" in printed(capsys, "policies")
 
 
 def test_trace_commands_make_traces_that_are_read_again(
