@@ -23,11 +23,11 @@ class Node:
 
     __slots__ = (
         "bottom",
+        "chains",
         "children",
         "is_evictable",
         "last_use",
         "parent",
-        "chains",
         "start",
         "stop",
     )

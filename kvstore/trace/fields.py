@@ -1,6 +1,6 @@
-"""Fields of one record of a log: each is checked, and a wrong one is named with what was expected.
+"""Checked fields of one record of a log.
 
-Everything here raises ``ValueError`` with a sentence that fits behind a file and a line.
+Every function raises ``ValueError`` with a message that names the field, and fits behind a file and a line.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST = 2**62
-"""Bound of times, ids that are kept as numbers, and sums of lengths: a few of them fit 64 bits."""
+"""Limit of times, of ids kept as numbers, and of sums of lengths: sums of a few fit 64 bits."""
 MOST_TOKENS = 2**40
-"""Bound of the tokens of one request, so that products with block sizes stay within 64 bits."""
+"""Limit of the tokens of one request, so that products with block sizes fit 64 bits."""
 DIGITS = 20
-"""Digits of a number that is given as text: what 64 bits need at most."""
+"""Most digits of a number given as text: as many as 64 bits need."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 40
@@ -26,18 +26,18 @@ _SHOWN.maxlevel = 2
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message has it: its beginning and end if it is long or nested."""
+    """Return a value for an error message: its beginning and end if it is long or nested."""
     try:
         return _SHOWN.repr(value)
-    except ValueError:  # the repr of a whole number with more digits than Python prints
+    except ValueError:  # a whole number with more digits than Python prints
         return f"a number of {value.bit_length():,} bits"
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object that a line of JSON is. The message has nothing of the line's text.
+    """Return the object of a JSON line. An error message has nothing of the line's text.
 
     Raises:
-        ValueError: if it is no JSON, no object, or what no parser of bounded depth can take.
+        ValueError: if it is not JSON, not an object, or nested too deeply.
     """
     try:
         record = json.loads(line)
@@ -45,13 +45,13 @@ def json_object(line: bytes) -> dict[str, Any]:
         msg = f"is not JSON: {error.msg} at character {error.pos + 1:,}"
         raise ValueError(msg) from None
     except UnicodeDecodeError as error:
-        msg = f"is not JSON: no {error.encoding} at byte {error.start + 1:,}"
+        msg = f"is not JSON: invalid {error.encoding} at byte {error.start + 1:,}"
         raise ValueError(msg) from None
     except RecursionError:
-        msg = "is JSON that is nested too deeply; expected an object of numbers, text and lists"
+        msg = "is JSON nested too deeply; expected an object of numbers, text and lists"
         raise ValueError(msg) from None
-    except ValueError:  # of whole numbers with more digits than Python converts
-        msg = "has a number of too many digits; expected numbers of 64 bits"
+    except ValueError:  # a whole number with more digits than Python converts
+        msg = "has a number with too many digits; expected numbers of 64 bits"
         raise ValueError(msg) from None
     if not isinstance(record, dict):
         msg = f"expected an object, found {type(record).__name__}"
@@ -60,14 +60,14 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def number(record: Mapping[str, Any], name: str, below: int = LARGEST) -> float:
-    """Return a field that is a number of 0 or more, or its digits as text."""
+    """Return a field that is a number from 0 to ``below``, or its digits as text."""
     value = record.get(name)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"expected a number as {name}, found {shown(value)}"
         raise ValueError(msg)
-    if not 0 <= value < below:  # a NaN is in no range
+    if not 0 <= value < below:  # NaN is in no range
         msg = f"expected {name} from 0 to below {below:,}, found {shown(value)}"
         raise ValueError(msg)
     return value
@@ -84,7 +84,7 @@ def whole_number(record: Mapping[str, Any], name: str, unit: int) -> int:
 
 
 def count(record: Mapping[str, Any], name: str, absent: int | None = None) -> int:
-    """Return a field that is a whole number of tokens; ``absent`` if it is not there or null."""
+    """Return a field that is a whole number of tokens; ``absent`` if it is missing or null."""
     if absent is not None and record.get(name) is None:
         return absent
     value = number(record, name, MOST_TOKENS)
@@ -95,7 +95,7 @@ def count(record: Mapping[str, Any], name: str, absent: int | None = None) -> in
 
 
 def size(value: Any, name: str) -> int:
-    """Return the tokens of a block."""
+    """Return a block size in tokens."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         msg = f"expected {name} of 1 or more, found {shown(value)}"
         raise ValueError(msg)
@@ -103,7 +103,7 @@ def size(value: Any, name: str) -> int:
 
 
 def label(record: Mapping[str, Any], name: str) -> str | None:
-    """Return a field that names something, by text or by a whole number; None if it is not there."""
+    """Return a name given as text or a whole number; None if it is missing."""
     value = record.get(name)
     if value is None:
         return None
@@ -114,9 +114,9 @@ def label(record: Mapping[str, Any], name: str) -> str | None:
 
 
 def ids(record: Mapping[str, Any], name: str) -> NDArray[np.int64] | Sequence[str | int]:
-    """Return ids as an array if all are numbers from 0 to below 2**62, else as they are.
+    """Return ids as an array if all are numbers from 0 to below 2**62, otherwise unchanged.
 
-    Text and whole numbers of any size and sign are ids; what is equal in the file is equal here.
+    Ids are text, or whole numbers of any size and sign.
     """
     values = record.get(name)
     if not isinstance(values, list):

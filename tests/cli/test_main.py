@@ -580,7 +580,7 @@ def test_a_key_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     before = key.read_bytes()
     assert cli.main([*given, str(key), "--key-file", str(key), "--block-size", "4"]) == 2
-    assert "would take the place of its key" in capsys.readouterr().err
+    assert "would overwrite the key" in capsys.readouterr().err
     assert key.read_bytes() == before
 
 

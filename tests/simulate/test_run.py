@@ -1,4 +1,4 @@
-"""ChainLists, windows, ceilings, curves and what they say; flat blocks; sizes as they are written."""
+"""Rows, intervals, infinite caches, curves and what they say; flat blocks; sizes as they are written."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ def sentence(found: tuple[int, str, str]) -> str:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("array_line.jsonl", "line 1: is of no known format"),
-        ("string_line.jsonl", "line 1: is of no known format"),
+        ("array_line.jsonl", "line 1: has an unknown format"),
+        ("string_line.jsonl", "line 1: has an unknown format"),
         ("empty.jsonl", "line 1: holds no request"),
-        ("sharegpt.json", "line 1: is of no known format.*timestamp, and tokens.*trace anonymise"),
+        ("sharegpt.json", "line 1: has an unknown format.*timestamp, and tokens.*trace anonymise"),
         ("openai_chat.jsonl", "line 1: expected one of.*timestamp, and tokens.*trace anonymise"),
         ("openai_flat.jsonl", "line 1: expected one of.*timestamp, and tokens.*trace anonymise"),
-        ("vllm.log", "line 1: is of no known format.*timestamp, and tokens.*trace anonymise"),
+        ("vllm.log", "line 1: has an unknown format.*timestamp, and tokens.*trace anonymise"),
         ("vllm_requests.jsonl", "line 1: .*rename prompt_token_ids to tokens and arrival_time"),
         ("text_log.jsonl", "line 1: is a log of text or tokens.*trace anonymise"),
         ("bad_out.jsonl", "line 1: is a log of text or tokens.*trace anonymise"),
@@ -294,7 +294,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["--policy", "lru", "--size", "50%", "--json", "--html", page]
     status, out, _ = run(capsys, "simulate", pipe, *words)
     writer.join()
-    assert "none: it was read from a stream" in page.read_text()
+    assert "none: read from a stream" in page.read_text()
     assert (status, json.loads(out)["trace"]["requests"]) == (0, 4)
     assert json.loads(out)["trace"]["sha256"] is None
 

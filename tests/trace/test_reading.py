@@ -133,7 +133,7 @@ def test_a_block_size_that_is_too_large_is_refused_with_the_line(tmp_path: Path)
 
 def test_lengths_that_agree_with_no_block_size_ask_for_one(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": n, "hash_ids": [1, 2, 3]} for n in (9, 700, 31, 5000)]
-    with pytest.raises(TraceError, match="does not tell its block size"):
+    with pytest.raises(TraceError, match="has no block size"):
         read(written(tmp_path / "t", lines(rows)))
 
 
@@ -172,7 +172,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, fault
     ("content", "fault"),
     [
         (b"", "holds no request"),
-        (b"hello\n", r"is of no known format: it begins with b'hello"),
+        (b"hello\n", r"has an unknown format: it begins with b'hello"),
         (b'{"a": 1}\n', r"expected one of chat_id, hash_ids, chunk_hashes in each object"),
         (b'{"timestamp": 1, "input": "hi"}\n', "kvstore trace anonymise"),
         (b"\x1f\x8b\x08broken", "cannot be decompressed"),
