@@ -1,4 +1,4 @@
-"""A comparison as people read it: tables of 80 columns, the sentences below them, and a chart."""
+"""Tables of 80 columns, notes and a chart of a comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.output.chart import Bar, bars
 from kvstore.output.sizes import size_text
 
 _LABEL_SHOWN = 20
-"""Characters of a model's label in a table: all of any preset's name."""
+"""Most characters of a model's label in a table: enough for any preset's name."""
 _COLUMNS = 80
 _RATE_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 _PUBLISHED = f"-{float(PUBLISHED_SAVING):.1%}"
@@ -27,7 +27,7 @@ _PUBLISHED = f"-{float(PUBLISHED_SAVING):.1%}"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, and what is said below it, in lines of at most 80 columns."""
+    """A table and the notes below it, in lines of at most 80 columns."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -35,7 +35,7 @@ class Table:
 
 
 def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
-    """Give the tables of a comparison; each model's groups only if asked for."""
+    """Yield the tables of a comparison; each model's groups only ``with_groups``."""
     models = found["models"]
     if with_groups:
         yield from map(_groups, models)
@@ -49,7 +49,7 @@ def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
 
 
 def shown(label: str) -> str:
-    """Return a label as tables have it: of a path what tells it from others, and not too long."""
+    """Return a label for a table: of a path the distinguishing part, shortened if too long."""
     path = PurePath(label)
     if path.name == "config.json" and path.parent.name:
         label = path.parent.name
@@ -90,10 +90,10 @@ def _costs(found: Mapping[str, Any]) -> Table:
             for model in found["models"]
         ),
         _noted(
-            "B/token: GLOBAL entries, which every later token reads; they are what a store keeps. "
+            "B/token: GLOBAL entries, which every later token reads; a store keeps them. "
             "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
-            f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); what reads faster than "
-            "that is faster than computing again.",
+            f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); loading at a higher "
+            "bandwidth is faster than computing.",
         ),
     )
 
@@ -111,13 +111,13 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
         for model in models
     ]
     formula = (
-        f"with windows: B/token + {SNAPSHOTS_PER_TURN} x window / T, for a store that also keeps a "
-        f"snapshot at the end of the prompt and one at the end of the output, T = {turn:,} new tokens a "
-        "turn (--turn-tokens). kvstore keeps none on SSD."
+        f"with windows: B/token + {SNAPSHOTS_PER_TURN} x window / T, for a store that also keeps snapshots "
+        f"at the end of the prompt and of the output, T = {turn:,} new tokens per turn (--turn-tokens). "
+        "kvstore keeps none on SSD."
     )
     savings = (
-        f"HBM, SSD: {first} instead of that model, on SSD without windows instead of with them. The "
-        f"last column: the longest turn at which SSD is {_PUBLISHED} or better."
+        f"HBM, SSD: change from that model to {first}, on SSD from with windows to without. Last "
+        f"column: the longest turn at which SSD is {_PUBLISHED} or better."
     )
     even = [_even(model) for model in models if with_even and model["window_bytes"]]
     notes = _noted(formula, *([savings] if len(models) > 1 else []), *even)
@@ -126,13 +126,13 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
 
 
 def _even(model: Mapping[str, Any]) -> str:
-    """Say at which turn a model's windows weigh as much as its global KV, and what is saved there."""
+    """Return the turn at which a model's windows take as many bytes as its global KV, and the saving there."""
     text = (
-        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows weigh as much as the global KV of "
+        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows take as many bytes as the global KV of "
         f"{model['even_turn_tokens']:,.0f} tokens"
     )
     saved = model["first_saves"]["hbm"]
-    # Its bytes a token are twice the global ones there: half of what is left of them is left.
+    # Bytes per token are there twice the global ones, so the remaining share halves.
     return f"{text}; at that T, SSD is {_change((1 + saved) / 2)}." if saved > 0 else f"{text}."
 
 
@@ -146,7 +146,7 @@ def _savings(saves: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _change(saved: float) -> str:
-    """Return a share that is saved as a change, such as ``-74.7%``; what is not saved is a plus."""
+    """Return a saved share as a change, such as ``-74.7%``; a loss has a plus sign."""
     return f"{-saved:+,.1%}" if saved > -10 else f"{-saved:+,.0%}"
 
 
@@ -181,15 +181,15 @@ def _measured(models: Sequence[Mapping[str, Any]]) -> Table:
             for model in models
         ),
         _noted(
-            "Blocks of random entries, written by the SSD tier and flushed, in bytes a token: pages in "
-            "use, and the file. So many blocks of each model that they are "
-            f"{MEASURED_BLOCKS:,} or {size_text(MEASURED_BYTES)}, and one at least.",
+            "Blocks of random entries, written by the SSD tier and flushed, in bytes per token: pages in "
+            f"use, and the file. Per model {MEASURED_BLOCKS:,} blocks or {size_text(MEASURED_BYTES)}, "
+            "whichever is less, and at least one.",
         ),
     )
 
 
 def chart(found: Mapping[str, Any]) -> str:
-    """Return an SVG file: bytes a token of each model, on a logarithmic scale."""
+    """Return an SVG file: bytes per token of each model, on a logarithmic scale."""
     models = found["models"]
     return bars(
         [
@@ -200,8 +200,8 @@ def chart(found: Mapping[str, Any]) -> str:
             )
             for model in models
         ],
-        title="Bytes of global KV a token",
-        x_label=f"bytes a token, logarithmic; ratio to {shown(models[0]['model'])}",
+        title="Bytes of global KV per token",
+        x_label=f"bytes per token, logarithmic; ratio to {shown(models[0]['model'])}",
     )
 
 
