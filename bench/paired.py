@@ -1,4 +1,4 @@
-"""Two speeds of one run as a ratio: what a bench asks, and what the machine does in the same minutes."""
+"""Paired measurements: two speeds of the same run as a ratio."""
 
 from __future__ import annotations
 

@@ -1,20 +1,19 @@
-"""What a KV cache kept in fewer bytes costs in loss: K and V apart, and together.
+"""Loss of a KV cache in fewer bytes: K and V separately and together.
 
-Question: by how much does the next-token loss of a real model rise when a restored prefix comes back from
-          bf16, fp8, mxfp8, nvfp4 or mxfp4 entries, instead of from the exact ones?
-Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: half of it the language
-          reference (pydoc's topics), half source code of the standard library. Each context is 512
-          tokens restored and the 512 after them scored. The restored keys and values went through the
-          codec of their format, as in a store; those of the scored tokens are the model's own, as after
-          a hit. The scored stretches tile the text. Contexts run in a random order from a fixed seed,
-          so a run that was stopped has measured a sample of the whole text. Differences are paired by
-          context; the 95 % interval is Student's, over contexts.
-Bound:    f32 entries go through a real store. They must come back bit for bit and leave the loss as it
-          is, to the last bit; else this exits 1.
+Question: by how much does the next-token loss of a real model rise when a restored prefix comes from
+          bf16, fp8, mxfp8, nvfp4 or mxfp4 entries instead of exact ones?
+Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: half language reference
+          (pydoc's topics), half source code of the standard library. Each context has 512 restored tokens
+          and 512 scored ones after them. The restored keys and values went through the codec of their
+          format, as in a store; those of the scored tokens are the model's own, as after a hit. The
+          scored ranges tile the text. Contexts are measured in a random order from a fixed seed, so an
+          interrupted measurement is a sample of the whole text. Differences are paired by context; the
+          95 % interval is Student's, over contexts.
+Bound:    f32 entries go through a real store. They must be bit-exact and leave the loss unchanged to the
+          last bit, else exit 1.
 Run:      python -m bench.codec.quality [--out FILE] [--minutes N] [--json] [--svg FILE]
-          Minutes for --tokens 1000, hours for all 100,000: the model runs once for each setting. With
-          --out every result is written down at once, and the same command goes on where the last one
-          stopped.
+          Minutes for --tokens 1000, hours for all 100,000: one model pass per setting. With --out every
+          result is written at once, and the same command continues an interrupted measurement.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How near packing, unpacking and hashing come to the speed of memory.
+"""Speed of quantising, dequantising and hashing relative to memcpy.
 
-Question: what share of memcpy's speed do the C kernels reach, on one core?
-Method:   every call is paired with a memcpy of the same run, in changing order; what is compared is the
-          median of the pairs' ratios. Speed is bytes read and written a second. "plain" leaves the output in
-          the cache; "past" writes past it, as unpack does by itself from half of the last cache on.
-Peers:    NumPy, torch and ml_dtypes (which casts elements alone, without scales), and torchao if it is
-          installed. In memcpy's place stand: for hashes OpenSSL's SHA-256 of as many bytes; for entries
-          chosen at random a copy of the packed ones, or in the cache an unpack of as many in order; for
-          what is verified on the way, the same work unverified; for checksums the package xxhash.
-Bound:    memcpy; each result is compared with the portable kernel's first, else exit 1.
+Question: what share of memcpy's speed do the C kernels reach on one core?
+Method:   every call is paired with a memcpy of the same run, in changing order; the result is the median
+          of the pairs' ratios. Speed is bytes read and written per second. "plain" leaves the output in
+          the cache; "past" writes past it, as unpack does from half of the last cache on.
+Peers:    NumPy, torch, ml_dtypes (casts elements only, without scales), and torchao if installed. The
+          base is another where memcpy does not fit: OpenSSL's SHA-256 of as many bytes for hashes; a copy
+          of the quantized entries, or in the cache an unpack of as many in order, for entries chosen at
+          random; the same work unverified for verified reads; the package xxhash for checksums.
+Bound:    memcpy. Each result is first compared with the portable kernel's, else exit 1.
 Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
-          Run nothing beside it. With 64 MiB and all peers it takes some ten minutes.
+          Needs an idle machine; about ten minutes with 64 MiB and all peers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Engines as the bench of time to first token sees them, and the process that each one runs in.
+"""Engines of the benchmark of time to first token, each in its own process.
 
-Run as ``python -m bench.engines.ttft_engines JOB`` by the Python of an engine's own environment, so nothing is
-imported here before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
+``python -m bench.engines.ttft_engines JOB`` runs in the Python of an engine's own environment, so nothing is
+imported before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Proof that a store changes nothing but the time: a real model in vLLM, with and without it.
+"""Equality of a vLLM engine's answers with and without a store.
 
-Fifty prompts of real text share prefixes. They are answered greedily by an engine without a store, by one with
-an empty store that is killed in the middle, by the next one over what is left, and by a third one that finds
-everything. All must give the same tokens. Then a block is damaged: the tokens must stay. Then blocks are
-forged, with every checksum right: the tokens must change, or the comparison could not have failed.
-
-Run:    python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
-Needs:  vLLM and the demo's model (requirements-demo.txt), a few minutes of two cores.
-Exits:  0 if all of this holds, 1 if not.
+Question: does a store change anything but the time?
+Method:   fifty prompts of real text share prefixes. They are answered greedily by an engine without a
+          store, one with an empty store that is killed midway, the next one over the same store, and a
+          third one that hits everything. Then a block is corrupted. Then blocks are forged with valid
+          checksums.
+Bound:    the same tokens from all, also with the corrupt block; other tokens with forged blocks, which
+          shows that the comparison can fail; else exit 1.
+Run:      python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
+          Needs vLLM and the demo's model (requirements-demo.txt); a few minutes of two cores.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a restart of a vLLM server costs a store: nothing that was flushed, and so long an opening.
+"""Restarts of a vLLM server over a store: lost blocks, answers, and opening time.
 
-A server answers prompts over HTTP and gets SIGTERM in the middle of a request, as from systemd or Kubernetes.
-With vLLM's own default, ``--shutdown-timeout 0``, it kills its engine at once, so that no store is closed. Then
-the next server starts on the same folder. Before each signal the blocks are listed that a reader finds
-committed; after it they must all be there. Each prompt must be answered as before, out of the store as far as its
-blocks were committed. The opening is timed on a copy, once as the server left it and once after a clean close.
-
-Run:    python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
-Needs:  vLLM and the demo's model (requirements-demo.txt), or another model's folder; half a minute a round.
-Exits:  0 if nothing was lost and all answers were alike, 1 if not.
+Question: does a restart lose a committed block or change an answer, and how long does opening take?
+Method:   a server answers prompts over HTTP and gets SIGTERM during a request, as from systemd or
+          Kubernetes. With vLLM's default, ``--shutdown-timeout 0``, it kills its engine at once, so no store
+          is closed. The next server starts on the same folder. Before each signal a reader lists the
+          committed blocks. Opening is timed on a copy, as the server left it and after a clean close.
+Bound:    every listed block is there afterwards, and each answer is the same, from the store as far as its
+          blocks were committed; else exit 1.
+Run:      python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
+          Needs vLLM and the demo's model (requirements-demo.txt) or another; half a minute per round.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""What bounded replay costs right after a hit, and over many turns that each replay again.
+"""Loss of bounded replay right after a hit, and over many turns that each replay.
 
 Question: is the first token after a hit predicted worse than by a cold run, which a mean over 32 tokens may
-          hide? And where each turn's entries come from a replayed window and are stored, so that the next
-          turn replays over them: do the errors add up?
-Method:   text that was never trained on, given and not chosen; ways and measures are those of
-          ``bench.replay.quality``. *Near*: hits as there, prompts that end one token after the hit, 32
-          tokens scored. *Drift*: conversations of ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits
-          what all turns before it stored, has one token of prompt and scores the rest. In a *chain* each
-          turn stores what it computed; *once* is the same turn over a cold run's entries. Chain less once,
-          both beside the cold run, is the excess: what the earlier turns' replays cost. The KL of the chain
-          beside once says how far they move predictions, whichever way. Slopes are those of least squares
-          over turns, a conversation; late means the last quarter of the turns. 95 % intervals: contexts or
-          conversations drawn again, with replacement.
-Bound:    0 bits. Two controls are exact and must reach it, but for the rounding of binary32, which may tip
-          the choice of an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and
-          of two windows stand around that of one.
+          hide? And if each turn stores entries computed from a replayed window, and the next turn replays
+          over them: do errors accumulate?
+Method:   held-out text, given and not sampled; ways and measures are those of ``bench.replay.quality``.
+          *Near*: prompts that end one token after the hit, 32 tokens scored. *Drift*: conversations of
+          ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits everything that earlier turns stored, has
+          one token of prompt and scores the rest. In a *chain* each turn stores its own entries; *once* is
+          the same turn over a cold run's entries. Chain less once, both beside the cold run, is the
+          excess: the cost of earlier turns' replays. The KL of the chain beside once is the size of the
+          change in either direction. Slopes are least squares over turns, per conversation; late is the
+          last quarter of the turns. 95 % intervals: contexts or conversations resampled with replacement.
+Bound:    0 bits. Two exact controls must reach it, up to binary32 rounding, which may change the choice of
+          an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and of two windows
+          bracket replay of one.
 Run:      python -m bench.replay.drift models/deep/model.npz --out FOLDER
-          What FOLDER has already is not run again.
+          Results that FOLDER has are not measured again.
 """
 
 from __future__ import annotations

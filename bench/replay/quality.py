@@ -1,19 +1,18 @@
-"""What it costs in quality to rebuild window KV by bounded replay, on a trained model.
+"""Loss of rebuilding window KV by bounded replay, on a trained model.
 
-Question: after a hit, how much worse is the next token predicted than by a cold run, for each way to get
-          the window back: from the pool, by a replay of 0 to 512 tokens, by exact halo replay? What does
-          it cost that the decoder starts at the last rows of the prompt? And what does FP4 cost?
-Method:   text that was never trained on. A context is a hit of H tokens, r more tokens of prompt, and
-          ``SCORED_TOKENS`` tokens that follow and are given, not chosen. H is even and otherwise anywhere in
-          ``HITS``, r in ``SUFFIXES``: hits stand at and between the boundaries of blocks of any size, prompts
-          end inside a group of two and at its end. Every way restores the same global entries, those of the
-          cold run. Loss, KL divergence and top-1 agreement are means over the scored tokens; each way is
-          beside the run that differs from it in one thing. 95 % intervals: the contexts drawn again, with
-          replacement, ``RESAMPLED`` times.
-Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it: those are run again
-          in binary64, where it can be told from rounding.
+Question: after a hit, how much worse is the next token predicted than by a cold run, for each source of the
+          window: the pool, a replay of 0 to 512 tokens, exact halo replay? What does it cost that the
+          decoder starts at the last rows of the prompt? And what does FP4 cost?
+Method:   held-out text. A context is a hit of H tokens, r more tokens of prompt, and ``SCORED_TOKENS``
+          tokens that follow, given and not sampled. H is even and otherwise anywhere in ``HITS``, r in
+          ``SUFFIXES``: hits are at and between block boundaries of any size, prompts end inside a group of
+          two and at its end. Every way restores the same global entries, those of the cold run. Loss, KL
+          divergence and top-1 agreement are means over the scored tokens; each way is compared with the
+          run that differs from it in one property. 95 % intervals: contexts resampled ``RESAMPLED`` times.
+Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it; they run again in
+          binary64, which separates errors from rounding.
 Run:      python -m bench.replay.quality models/deep/model.npz --out FOLDER
-          Contexts that FOLDER has already are not run again.
+          Contexts that FOLDER has are not measured again.
 """
 
 from __future__ import annotations

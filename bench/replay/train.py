@@ -1,17 +1,16 @@
-"""A small DeepSeek-V4.1-shaped model, trained from scratch on real text.
+"""Training of a small DeepSeek-V4.1-shaped model on real text.
 
-Question: what does bounded replay cost a *trained* model? This makes the models that it is asked of:
-          two depths, since what a shortened window loses grows with every layer above it.
-Method:   bytes as tokens, out of the Python files of the standard library: one file in 20, chosen by the
+Question: what does bounded replay cost a *trained* model? This makes the models for that measurement: two
+          depths, as the loss of a shortened window grows with every layer above it.
+Method:   bytes as tokens, from the Python files of the standard library; one file in 20, chosen by the
           digest of its name, is held out. The forward pass is that of the reference engine: sparse
-          attention from the first step, FP4 entries, top-k and candidates, rounding straight through in
-          the backward pass. Indexers learn, beside it, to say where attention went. Every batch follows
-          from the seed and the step, so a run that is stopped goes on as if it had not been.
-Bound:    0 bits is perfect, 8 bits a byte is knowing nothing.
+          attention from the first step, FP4 entries, top-k and candidates, straight-through rounding in
+          the backward pass. Indexers learn to predict the attention. Every batch follows from the seed and
+          the step, so an interrupted training continues without a difference.
+Bound:    0 bits per byte is perfect, 8 bits is uniform guessing.
 Run:      python -m bench.replay.train --depth deep --out models/deep
-
-It writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (all there is to go on from)
-and ``model.npz``: float16 tensors by name, to be kept. Nothing is pickled.
+          Writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (the complete state)
+          and ``model.npz`` (float16 tensors by name). Nothing is pickled.
 """
 
 from __future__ import annotations

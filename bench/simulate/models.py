@@ -1,4 +1,4 @@
-"""What the simulator is held against: blocks one by one."""
+"""Reference model of the simulator: a cache block by block."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The simulator beside others: accuracy against them, CPU time against them.
+"""Accuracy and CPU time of the simulator beside other simulators.
 
-Question: does it give the ratios that other tools and the definitions give, and at what cost?
-Method:   the same traces through libCacheSim and kvcache-simulator where they are installed, in the
-          interpreter given with --peers; CPU seconds of one process, parsing included on our side
-          alone. libCacheSim runs with hashpower=18: its default of 24 is several times slower.
-Bound:    a limit for each figure: accuracy in shares of all blocks, cost as a ratio to the peer of the
-          same run. What must agree exactly has the limit 0.
+Question: does it give the ratios of other tools and of the definitions, and at what cost?
+Method:   the same traces in libCacheSim and kvcache-simulator, if installed in the interpreter of
+          --peers; CPU seconds of one process, with parsing only on our side. libCacheSim has
+          hashpower=18: its default of 24 is several times slower.
+Bound:    a limit per figure: accuracy in shares of all blocks, cost as a ratio to the peer of the same
+          run. Values that must agree exactly have the limit 0.
 Run:      python -m bench.simulate --traces FOLDER [--peers PYTHON] [--only A6,P1] [--json]
-Needs:    the folder with mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others;
-          P4 a trace of 81 million references and a process of its own, so it runs in a child.
+          FOLDER has mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others; P4 needs
+          a trace of 81 million references, and its own process for its peak memory.
 """
 
 from __future__ import annotations
@@ -476,14 +476,8 @@ def p4(bench: Bench) -> Bars:
     path = bench.path(LARGE)
     if not path.exists():
         return
-    command = [
-        sys.executable,
-        "-m",
-        "bench.simulate.suite",
-        "--traces",
-        str(bench.folder),
-        "--large",
-    ]
+    folder = str(bench.folder)
+    command = [sys.executable, "-m", "bench.simulate", "--traces", folder, "--large"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)

@@ -1,12 +1,12 @@
-"""What simulated tiers and windows cost, and whether times to live say what others measured.
+"""Cost of simulated tiers and windows, and accuracy of window TTLs.
 
-Question: how many CPU seconds do three tiers take, and how many turns does a time to live keep?
-Method:   one process, CPU seconds of the simulation alone, a tier of 1, 5 and 20 % of the distinct
-          blocks; windows of 128 tokens without a budget, as a share of those that any would keep.
-Bound:    shares of the gaps between calls of the same sessions, and of reuse weighed by tokens, as
-          they were measured on the traces themselves.
+Question: how many CPU seconds do three tiers take, and how many turns does a TTL keep from replay?
+Method:   one process, CPU seconds of the simulation alone, tiers of 1, 5 and 20 % of the distinct blocks;
+          windows of 128 tokens without a budget, relative to an infinite TTL.
+Bound:    shares of the gaps between calls of the same sessions, and of reuse weighted by tokens, as
+          measured on the traces themselves.
 Run:      python -m bench.simulate.tiers --traces FOLDER
-Needs:    the folder with weka_claude_code_48.jsonl.zst and mooncake_conversation.jsonl.zst.
+          FOLDER has weka_claude_code_48.jsonl.zst and mooncake_conversation.jsonl.zst.
 """
 
 from __future__ import annotations

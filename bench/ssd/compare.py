@@ -1,4 +1,4 @@
-"""The peers of the SSD tier, side by side: the same blocks, batches, syncs and checks for each."""
+"""Peers of the SSD tier, measured with the same blocks, batches, syncs and checks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""kvstore's SSD tier as a store of flat blocks: what it costs without prompts and an index.
+"""kvstore's SSD tier as a store of flat blocks, without prompts and an index.
 
-Blocks hang on each other as those of one long prompt, in the order of their numbers, for that is how a
-tier is used; their token ids are all zero.
+Blocks are the chain of one long prompt, in the order of their numbers, as a tier is used; their token ids
+are all zero.
 """
 
 from __future__ import annotations

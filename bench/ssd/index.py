@@ -1,4 +1,4 @@
-"""Looking up a long prefix, opening a large store, and what the index takes in memory."""
+"""Index sections of ``python -m bench.ssd``: look-up of a long prefix, opening a large store, memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stores of blocks by key, each in a process of its own, doing the same work: what ``bench.ssd.suite`` compares.
+"""Block stores by key, each in its own process with the same work, for ``bench.ssd.suite``.
 
-Run as ``python -m bench.ssd.peers NAME`` by a Python that can import the peer. It reads one job a line
-as JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and
-nothing of kvstore but for kvstore's own rows.
+``python -m bench.ssd.peers NAME`` runs in a Python that can import the peer. It reads one job per line as
+JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and kvstore only
+for kvstore's own rows.
 """
 
 from __future__ import annotations
