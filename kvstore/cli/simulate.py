@@ -62,11 +62,9 @@ def simulate(
     from kvstore.trace.reading import Options
 
     if curve and options.size is not None:
-        msg = f"--curve sets the sizes itself; leave out --size {options.size}"
-        raise ValueError(msg)
+        raise ValueError(f"--curve sets the sizes itself; leave out --size {options.size}")
     if jobs < 1:
-        msg = f"--jobs must be at least 1, found {jobs}"
-        raise ValueError(msg)
+        raise ValueError(f"--jobs must be at least 1, found {jobs}")
     if curve:
         options = replace(options, size=CURVE_SIZES)
     options.check()
@@ -185,30 +183,23 @@ def policies(*, as_json: Json = False) -> int:
     from kvstore.simulate.choice import OPTIMAL
     from kvstore.simulate.optimal import SUMMARY
 
-    found: list[dict[str, Any]] = [
-        {
-            "policy": name,
-            "summary": entry.summary,
-            "parameters": entry.parameters,
-            "source": entry.source,
-            "online": True,
-        }
+    keys = ("policy", "summary", "parameters", "source", "online")
+    rows: list[tuple[str, str, Mapping[str, float], str, bool]] = [
+        (name, entry.summary, entry.parameters, entry.source, True)
         for name, entry in POLICIES.items()
     ]
-    bound = {"policy": OPTIMAL, "summary": SUMMARY, "parameters": {}, "source": "Belady 1966"}
-    found.append({**bound, "online": False})
+    rows.append((OPTIMAL, SUMMARY, {}, "Belady 1966", False))
     if as_json:
-        write_json(found)
-    else:
-        write_table(
-            ["policy", "evicts", "parameters", "source"],
-            [(row["policy"], row["summary"], _settings(row), row["source"]) for row in found],
-            labels=4,
+        write_json([dict(zip(keys, row, strict=True)) for row in rows])
+        return OK
+    cells = [
+        (
+            name,
+            summary,
+            ", ".join(f"{key.replace('_', ' ')} {n}" for key, n in given.items()),
+            source,
         )
+        for name, summary, given, source, _ in rows
+    ]
+    write_table(["policy", "evicts", "parameters", "source"], cells, labels=4)
     return OK
-
-
-def _settings(row: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in row["parameters"].items()
-    )

@@ -82,33 +82,23 @@ class SimulateArguments:
             ("--window-tokens", self.window_tokens),
         ):
             if number is not None and not 2**-60 <= number < 2**60:  # NaN is not
-                msg = f"{name} must be above 0 and below 2**60, found {shown(number)}"
-                raise ValueError(msg)
+                raise ValueError(f"{name} must be above 0 and below 2**60, found {shown(number)}")
         for name, text in (("--policy", self.policy), ("--size", self.size)):
             if text is not None and not _names(text):
-                msg = f"{name} must have at least one item, found {text!r}"
-                raise ValueError(msg)
-        share, has_bytes = self.request_share, self.model is not None
-        for is_wrong, msg in (
-            (
-                share is not None and not 0 < share <= 1,
-                f"--request-share must be above 0 and at most 1, found {share}",
-            ),
-            (
-                has_bytes and self.bytes_per_token is not None,
-                f"--model {self.model} gives the bytes per token; leave out --bytes-per-token",
-            ),
-            (
-                self.prefill_tps is not None and not has_bytes and self.bytes_per_token is None,
-                "--prefill-tps needs the bytes per token: give --model or --bytes-per-token too",
-            ),
-            (
-                self.bandwidth is not None and self.prefill_tps is None,
-                "--bandwidth is for times to first token: give --prefill-tps too",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(msg)
+                raise ValueError(f"{name} must have at least one item, found {text!r}")
+        share, has_model = self.request_share, self.model is not None
+        has_bytes = self.bytes_per_token is not None
+        if share is not None and not 0 < share <= 1:
+            msg = f"--request-share must be above 0 and at most 1, found {share}"
+        elif has_model and has_bytes:
+            msg = f"--model {self.model} gives the bytes per token; leave out --bytes-per-token"
+        elif self.prefill_tps is not None and not has_model and not has_bytes:
+            msg = "--prefill-tps needs the bytes per token: give --model or --bytes-per-token too"
+        elif self.bandwidth is not None and self.prefill_tps is None:
+            msg = "--bandwidth is for times to first token: give --prefill-tps too"
+        else:
+            return
+        raise ValueError(msg)
 
     def for_trace(self, trace: Trace) -> SimulateOptions:
         """Return the options in the blocks and bytes of one trace."""

@@ -122,8 +122,7 @@ def trace_merge(
     from kvstore.trace.reading import read
 
     if not 0 <= spread < 2**40:  # NaN is not
-        msg = f"--spread must be seconds from 0 to {2**40:,}, found {spread}"
-        raise ValueError(msg)
+        raise ValueError(f"--spread must be seconds from 0 to {2**40:,}, found {spread}")
     _check_seed(seed)
     made = merged([read(file) for file in files], spread, seed)
     return _write_trace(made, output, as_json=as_json)
@@ -142,8 +141,7 @@ def trace_head(file: Input, output: Output, /, *, requests: int, as_json: JsonCo
     from kvstore.trace.reading import read
 
     if requests < 1:
-        msg = f"--requests must be at least 1, found {requests}"
-        raise ValueError(msg)
+        raise ValueError(f"--requests must be at least 1, found {requests}")
     return _write_trace(head(read(file), requests), output, as_json=as_json)
 
 
@@ -167,8 +165,7 @@ def trace_sample(
 
 def _check_seed(seed: int) -> None:
     if seed < 0:
-        msg = f"--seed must be 0 or more, found {seed}"
-        raise ValueError(msg)
+        raise ValueError(f"--seed must be 0 or more, found {seed}")
 
 
 @trace.command(name="anonymise")
@@ -199,8 +196,7 @@ def trace_anonymise(
     from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
 
     if output.resolve() == key_file.resolve():
-        msg = f"the output would overwrite the key {key_file}; name another file"
-        raise ValueError(msg)
+        raise ValueError(f"the output would overwrite the key {key_file}; name another file")
     known = read_key(key_file)
     key = known or new_key()
     made = anonymise(log, key, block_size, unit)

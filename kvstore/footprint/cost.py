@@ -64,8 +64,7 @@ class Question:
             ("--tokens", 1 if self.context_tokens is None else self.context_tokens),
         ):
             if not 0 < value < _MOST:
-                msg = f"{name} must be above 0 and below {_MOST:,}, found {value}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be above 0 and below {_MOST:,}, found {value}")
 
     def check(self, label: str, layout: Layout) -> None:
         """Raise ``ConfigError`` if a layout cannot have blocks of this size."""

@@ -108,7 +108,7 @@ def choose(
 
 
 class _Search:
-    """Search for the sizes with which policies have a share of the hits. Each run is done once."""
+    """Blocks and token hit ratios of policies by size, and the sizes that reach a share of the hits."""
 
     def __init__(self, simulation: Simulation, first: int, progress: Progress) -> None:
         self._simulation = simulation
@@ -128,11 +128,9 @@ class _Search:
         return found
 
     def blocks(self, policy: str, size: int) -> int:
-        """Return the blocks that a policy hits."""
         return self._run(policy, size)[0]
 
     def tokens(self, policy: str, size: int) -> float:
-        """Return the token hit ratio of a policy."""
         return self._run(policy, size)[1]
 
     def reaches(self, policy: str, size: int) -> bool:

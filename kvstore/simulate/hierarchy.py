@@ -39,8 +39,7 @@ def tiers_of(
     for text in texts:
         tier = _tier_of(text, inclusion, distinct_blocks, block_bytes, is_first=not tiers)
         if tier.name in {each.name for each in tiers}:
-            msg = f"two tiers are named {tier.name!r}"
-            raise ValueError(msg)
+            raise ValueError(f"two tiers are named {tier.name!r}")
         tiers.append(tier)
     check_tiers(tiers, inclusion)
     return tiers
@@ -57,8 +56,7 @@ def _tier_of(
     head, *settings = text.split(",")
     name, _, size = head.partition("=")
     if not name.isidentifier() or not size:
-        msg = f"expected a tier such as ssd=1TiB@3GB/s,write=on-evict, found {text!r}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a tier such as ssd=1TiB@3GB/s,write=on-evict, found {text!r}")
     size, _, rate = size.partition("@")
     given = dict(setting.partition("=")[::2] for setting in settings)
     unknown = set(given) - {"write", "latency", "policy"}
@@ -73,8 +71,7 @@ def _tier_of(
         allowed = (
             "through, as nothing is above the first tier" if is_first else "through or on-evict"
         )
-        msg = f"tier {name}: expected write={allowed}, found {write!r}"
-        raise ValueError(msg)
+        raise ValueError(f"tier {name}: expected write={allowed}, found {write!r}")
     policy = given.get("policy")
     if policy is not None and policy not in POLICIES:
         msg = f"tier {name}: no policy named {policy!r}; expected one of {', '.join(POLICIES)}"

@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvstore.output.chart import INLINE, Axis, Mark, Series, chart
 from kvstore.output.html import Markup, element, table
 from kvstore.simulate.choice import LRU, OPTIMAL
-from kvstore.simulate.html_parts import ROOM, SizeScale, duration, figure, highest, line, percent
+from kvstore.simulate.html_parts import ROOM, SizeScale, duration, figure, line, size_chart
 from kvstore.simulate.report import Report, RowCost
 from kvstore.simulate.run import Row
 from kvstore.simulate.window import WindowReport
@@ -43,11 +43,11 @@ def hits_section(report: Report, sizes: SizeScale) -> Iterator[Markup]:
     rows = [
         [
             *sizes.cells(blocks),
-            *(percent(row[policy].ratios.prefix_token_hit_ratio) for policy in names),
+            *(f"{row[policy].ratios.prefix_token_hit_ratio:.1%}" for policy in names),
         ]
         for blocks, row in _by_size(report.rows).items()
     ]
-    whole = ["infinite", *sizes.cells(sizes.blocks)[1:], *[percent(infinite)] * len(names)]
+    whole = ["infinite", *sizes.cells(sizes.blocks)[1:], *[f"{infinite:.1%}"] * len(names)]
     values = table("Token hit ratio by size and policy", [*sizes.header(), *names], [*rows, whole])
     yield element("h3", "Hits by size")
     if not infinite:
@@ -82,17 +82,12 @@ def _hits_chart(report: Report, sizes: SizeScale, names: Sequence[str]) -> str:
     if not (is_curve and LRU in names):
         name = "lru by prefix" if given["request_share"] is None else "lru, no share"
         lines.insert(0, _hits_line(report, sizes, name, is_exact=True))
-    text = percent(infinite)
-    return chart(
-        lines,
-        title="Token hit ratio by cache size",
-        description=f"An infinite cache hits {text} of tokens. {'; '.join(report.recommendation.text)}. "
-        "The table has every value.",
-        x=sizes.axis(),
-        y=Axis("tokens hit, %", ends=(0, 100 * infinite * ROOM)),
-        marks=[*sizes.marks, Mark(f"infinite cache {text}", 100 * infinite, is_of_y=True)],
-        frame=INLINE,
-    )
+    text = f"{infinite:.1%}"
+    mark = Mark(f"infinite cache {text}", 100 * infinite, is_of_y=True)
+    advice = "; ".join(report.recommendation.text)
+    description = f"An infinite cache hits {text} of tokens. {advice}. The table has every value."
+    title, label, top = "Token hit ratio by cache size", "tokens hit, %", 100 * infinite
+    return size_chart(sizes, lines, title, label, description, [*sizes.marks, mark], top)
 
 
 def _hits_line(report: Report, sizes: SizeScale, name: str, *, is_exact: bool) -> Series:
@@ -140,14 +135,8 @@ def gaps_section(report: Report, sizes: SizeScale) -> Iterator[Markup]:
     if len(drawn) < 2:  # one point is no curve
         yield values
         return
-    picture = chart(
-        lines,
-        title="Capacity gap and policy gap by cache size",
-        description="The table has every value.",
-        x=sizes.axis(),
-        y=Axis("points of tokens hit", ends=(0, highest(lines) * ROOM or 1)),
-        frame=INLINE,
-    )
+    title = "Capacity gap and policy gap by cache size"
+    picture = size_chart(sizes, lines, title, "points of tokens hit", "The table has every value.")
     yield figure(picture, "Gaps by cache size", values)
 
 
@@ -206,16 +195,10 @@ def _first_token_chart(report: Report, sizes: SizeScale, without: float) -> str:
         line(name, ((size, getattr(times, field)) for size, times in points), has_dots=False)
         for field, name in TTFT.items()
     ]
-    top = max(without, highest(lines))
-    return chart(
-        lines,
-        title="Time to first token by cache size, under lru",
-        description=f"Mean without a cache: {without:,.2f} s. The table has the simulated sizes.",
-        x=sizes.axis(),
-        y=Axis("seconds to first token", ends=(0, top * ROOM or 1)),
-        marks=[*sizes.marks, Mark(f"mean without a cache {without:,.2f} s", without, is_of_y=True)],
-        frame=INLINE,
-    )
+    mark = Mark(f"mean without a cache {without:,.2f} s", without, is_of_y=True)
+    description = f"Mean without a cache: {without:,.2f} s. The table has the simulated sizes."
+    title, label = "Time to first token by cache size, under lru", "seconds to first token"
+    return size_chart(sizes, lines, title, label, description, [*sizes.marks, mark], without)
 
 
 def windows_section(report: Report, pool: WindowReport) -> Iterator[Markup]:
@@ -242,8 +225,8 @@ def windows_section(report: Report, pool: WindowReport) -> Iterator[Markup]:
         [
             [
                 "infinite" if p.ttl_seconds is None else duration(p.ttl_seconds),
-                percent(p.kept),
-                percent(p.kept_token_ratio),
+                f"{p.kept:.1%}",
+                f"{p.kept_token_ratio:.1%}",
                 *(f"{n:,}" for n in (p.replays, p.replayed_tokens, p.evicted, p.expired)),
             ]
             for p in pool.curve
@@ -260,7 +243,7 @@ def _windows_chart(pool: WindowReport, advised: float, kept: float) -> str:
     if asked not in {None, advised}:
         assert asked is not None
         marks.append(Mark(f"asked {duration(asked)}", asked))
-    marks.append(Mark(f"infinite TTL {percent(infinite)}", 100 * infinite, is_of_y=True))
+    marks.append(Mark(f"infinite TTL {infinite:.1%}", 100 * infinite, is_of_y=True))
     low, high = points[0][0] / ROOM, points[-1][0] * ROOM
     return chart(
         [
@@ -268,8 +251,8 @@ def _windows_chart(pool: WindowReport, advised: float, kept: float) -> str:
             line("by tokens of their hit", ((ttl, 100 * p.kept_token_ratio) for ttl, p in points)),
         ],
         title="Requests without replay by window TTL",
-        description=f"With a TTL of {duration(advised)}, {percent(kept)} of requests need no replay; with "
-        f"an infinite TTL, {percent(infinite)}. The table has every value.",
+        description=f"With a TTL of {duration(advised)}, {kept:.1%} of requests need no replay; with "
+        f"an infinite TTL, {infinite:.1%}. The table has every value.",
         x=Axis(
             "TTL, logarithmic",
             is_log=True,

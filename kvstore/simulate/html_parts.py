@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.output.chart import Axis, Mark, Point, Series
+from kvstore.output.chart import INLINE, Axis, Mark, Point, Series, chart
 from kvstore.output.html import Markup, element, joined
 from kvstore.simulate.report import Report
 from kvstore.simulate.sizes import bytes_text
@@ -112,7 +112,7 @@ class SizeScale:
         """Return the table cells of a size."""
         share = NONE
         if blocks is not None and self.blocks:
-            share = percent(self.asked.get(blocks, blocks / self.blocks))
+            share = f"{self.asked.get(blocks, blocks / self.blocks):.1%}"
         count = NONE if blocks is None else f"{blocks:,}"
         return [self.text(blocks), *([] if self.block_bytes is None else [count]), share]
 
@@ -129,9 +129,20 @@ def line(
     return Series(name, drawn, is_line=True, has_dots=has_dots, is_dashed=is_dashed)
 
 
-def highest(lines: Sequence[Series]) -> float:
-    """Return the largest value of some lines."""
-    return max(point.y for each in lines for point in each.points)
+def size_chart(
+    sizes: SizeScale,
+    lines: Sequence[Series],
+    title: str,
+    y_label: str,
+    description: str,
+    marks: Sequence[Mark] = (),
+    top: float = 0.0,
+) -> str:
+    """Return a chart of values by cache size, up to ``top`` or the largest value."""
+    top = max(top, *(point.y for each in lines for point in each.points))
+    y = Axis(y_label, ends=(0, top * ROOM or 1))
+    words = {"title": title, "description": description}
+    return chart(lines, x=sizes.axis(), y=y, marks=marks, frame=INLINE, **words)
 
 
 def figure(picture: str, caption: str, *tables: Markup) -> Markup:
@@ -155,11 +166,6 @@ def code(command: str) -> Markup:
 def blocks_text(count: int) -> str:
     """Return a number of blocks."""
     return f"{count:,} block{'s' * (count != 1)}"
-
-
-def percent(share: float) -> str:
-    """Return a share in percent."""
-    return f"{share:.1%}"
 
 
 def duration(seconds: float) -> str:

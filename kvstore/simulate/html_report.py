@@ -24,7 +24,6 @@ from kvstore.simulate.html_parts import (
     code,
     duration,
     listed,
-    percent,
 )
 from kvstore.simulate.report import Report
 from kvstore.simulate.sentences import hint_lines
@@ -89,14 +88,14 @@ def _recommendation(report: Report, sizes: SizeScale) -> Iterator[Markup]:
         (
             "Knee of the curve",
             sizes.text(knee.size_blocks or None),
-            f"{percent(knee.share_of_infinite_cache)} of an infinite cache's hits",
+            f"{knee.share_of_infinite_cache:.1%} of an infinite cache's hits",
         ),
-        ("Infinite cache", percent(infinite), "of tokens hit"),
+        ("Infinite cache", f"{infinite:.1%}", "of tokens hit"),
     ]
     pool, window = report.window_pool, advice.window
     if pool is not None and window is not None and report.trace.seconds and pool.asked.turns:
         assert window.ttl_seconds is not None, "the infinite TTL is not advised"
-        kept = f"{percent(window.kept)} of turns need no replay"
+        kept = f"{window.kept:.1%} of turns need no replay"
         tiles.append(("Window TTL", duration(window.ttl_seconds), kept))
     yield element("h3", "Recommendation")
     boxes = (
@@ -114,8 +113,8 @@ def _recommendation(report: Report, sizes: SizeScale) -> Iterator[Markup]:
 def _reached(choice: Choice | None, sizes: SizeScale) -> str:
     if choice is None:
         return "no block is used twice"
-    share = percent(choice.size_blocks / sizes.blocks)
-    hits = percent(choice.share_of_infinite_cache)
+    share = f"{choice.size_blocks / sizes.blocks:.1%}"
+    hits = f"{choice.share_of_infinite_cache:.1%}"
     return f"{hits} of an infinite cache's hits, {share} of all blocks"
 
 
@@ -149,13 +148,13 @@ def _tiers(hierarchies: Sequence[Hierarchy], sizes: SizeScale) -> Iterator[Marku
 
 
 def _tier_summary(hierarchies: Sequence[Hierarchy]) -> Markup:
-    rows = [[each.policy, percent(each.prefix_token_hit_ratio)] for each in hierarchies]
+    rows = [[each.policy, f"{each.prefix_token_hit_ratio:.1%}"] for each in hierarchies]
     header, caption = ["policy", "tokens hit"], "All tiers together"
     spent = [each.first_token for each in hierarchies if each.first_token is not None]
     if spent:
         header += TTFT.values()
         caption += ", and time to first token in seconds"
-        rows.append(["no cache", percent(0)])
+        rows.append(["no cache", f"{0:.1%}"])
         times = [*(each.ttft_seconds for each in spent), spent[0].without_cache]
         for row, each in zip(rows, times, strict=True):
             row.extend(f"{getattr(each, field):,.3f}" for field in TTFT)
@@ -167,14 +166,14 @@ def _tier_table(found: Hierarchy, sizes: SizeScale) -> Markup:
     if sizes.block_bytes is not None:
         header += ["written per day", "busiest minute, /s", "bandwidth, /s"]
     rows = [_tier_cells(tier, sizes) for tier in found.tiers]
-    total = ["all", "", "", percent(found.prefix_token_hit_ratio)]
+    total = ["all", "", "", f"{found.prefix_token_hit_ratio:.1%}"]
     rows.append(total + [""] * (len(header) - len(total)))
     return table(f"{found.policy}, {found.inclusion} tiers", header, rows)
 
 
 def _tier_cells(tier: TierUse, sizes: SizeScale) -> list[str]:
     cells = [tier.name, sizes.text(tier.size_blocks), tier.write]
-    cells.append(percent(tier.prefix_token_hit_ratio))
+    cells.append(f"{tier.prefix_token_hit_ratio:.1%}")
     if sizes.block_bytes is None:
         return [*cells, blocks_text(tier.read_blocks), blocks_text(tier.written_blocks)]
     amounts = (

@@ -44,8 +44,7 @@ class SimulateOptions:
         for policy in self.policies:
             if policy not in {*POLICIES, OPTIMAL}:
                 known = ", ".join([*POLICIES, OPTIMAL])
-                msg = f"no policy named {policy!r}; expected one of {known}"
-                raise ValueError(msg)
+                raise ValueError(f"no policy named {policy!r}; expected one of {known}")
 
     def size_bytes(self, blocks: int, block_tokens: int) -> int | None:
         """Return a size in bytes, None where the bytes of a token are unknown."""

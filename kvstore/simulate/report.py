@@ -148,7 +148,7 @@ def make_report(
         hints=hints(simulation, rows, first),
     )
     text = recommendation_lines(report, options, is_bounded=simulation.request_share is not None)
-    return replace(report, recommendation=replace(advice, text=text))
+    return replace(report, recommendation=replace(advice, text=tuple(text)))
 
 
 def _row(

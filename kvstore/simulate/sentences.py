@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 def recommendation_lines(
     report: Report, options: SimulateOptions, *, is_bounded: bool
-) -> tuple[str, ...]:
-    """Return the recommendation. ``is_bounded``: a share limits each request."""
-    return tuple(_recommendation(report, options, is_bounded=is_bounded))
-
-
-def _recommendation(report: Report, options: SimulateOptions, *, is_bounded: bool) -> Iterator[str]:
+) -> Iterator[str]:
+    """Yield the recommendation. ``is_bounded``: a share limits each request."""
     advice = report.recommendation
     if advice.choice is None:
         yield "no block is used twice: a cache of any size hits nothing"

@@ -40,8 +40,7 @@ def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -
         ValueError: for an impossible block size or unit.
     """
     if unit not in UNITS:
-        msg = f"unknown unit of time {unit!r}; expected one of {', '.join(UNITS)}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown unit of time {unit!r}; expected one of {', '.join(UNITS)}")
     size(block_size, "a block size")
     path = Path(path)
     builder = TraceBuilder(path)
@@ -136,12 +135,10 @@ def read_key(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     if mode & 0o077:
-        msg = f"{path} can be read by other users (mode {mode:o}); expected mode 600"
-        raise ValueError(msg)
+        raise ValueError(f"{path} can be read by other users (mode {mode:o}); expected mode 600")
     text = path.read_text(encoding="ascii", errors="replace").strip()
     if len(text) != 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
-        msg = f"{path} is not a key: expected {2 * KEY_BYTES} hex digits"
-        raise ValueError(msg)
+        raise ValueError(f"{path} is not a key: expected {2 * KEY_BYTES} hex digits")
     return bytes.fromhex(text)
 
 

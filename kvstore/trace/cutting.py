@@ -24,8 +24,7 @@ def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
         ValueError: if the share is not above 0 and at most 1, or no request is drawn.
     """
     if not 0 < share <= 1:
-        msg = f"expected a share above 0 and at most 1, found {share}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a share above 0 and at most 1, found {share}")
     draw = np.random.default_rng(seed)
     chosen = draw.random(int(trace.sessions.max(initial=UNKNOWN)) + 1) < share
     singly = draw.random(len(trace)) < share

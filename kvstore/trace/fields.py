@@ -42,8 +42,7 @@ def json_object(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        msg = f"is not JSON: {error.msg} at character {error.pos + 1:,}"
-        raise ValueError(msg) from None
+        raise ValueError(f"is not JSON: {error.msg} at character {error.pos + 1:,}") from None
     except UnicodeDecodeError as error:
         msg = f"is not JSON: invalid {error.encoding} at byte {error.start + 1:,}"
         raise ValueError(msg) from None
@@ -54,8 +53,7 @@ def json_object(line: bytes) -> dict[str, Any]:
         msg = "has a number with too many digits; expected numbers of 64 bits"
         raise ValueError(msg) from None
     if not isinstance(record, dict):
-        msg = f"expected an object, found {type(record).__name__}"
-        raise ValueError(msg)
+        raise ValueError(f"expected an object, found {type(record).__name__}")
     return record
 
 
@@ -65,11 +63,9 @@ def number(record: Mapping[str, Any], name: str, below: int = LARGEST) -> float:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= DIGITS:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        msg = f"expected a number as {name}, found {shown(value)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a number as {name}, found {shown(value)}")
     if not 0 <= value < below:  # NaN is in no range
-        msg = f"expected {name} from 0 to below {below:,}, found {shown(value)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected {name} from 0 to below {below:,}, found {shown(value)}")
     return value
 
 
@@ -78,8 +74,7 @@ def whole_number(record: Mapping[str, Any], name: str, unit: int) -> int:
     value = number(record, name)
     time = value * unit if isinstance(value, int) else round(value * unit)
     if time >= LARGEST:
-        msg = f"{name} is too large: {value}"
-        raise ValueError(msg)
+        raise ValueError(f"{name} is too large: {value}")
     return time
 
 
@@ -89,16 +84,14 @@ def count(record: Mapping[str, Any], name: str, absent: int | None = None) -> in
         return absent
     value = number(record, name, MOST_TOKENS)
     if value != int(value):
-        msg = f"expected a whole number as {name}, found {value}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a whole number as {name}, found {value}")
     return int(value)
 
 
 def size(value: Any, name: str) -> int:
     """Return a block size in tokens."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        msg = f"expected {name} of 1 or more, found {shown(value)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected {name} of 1 or more, found {shown(value)}")
     return value
 
 
@@ -108,8 +101,7 @@ def label(record: Mapping[str, Any], name: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        msg = f"expected text or a whole number as {name}, found {shown(value)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected text or a whole number as {name}, found {shown(value)}")
     return str(value)
 
 
@@ -120,12 +112,10 @@ def ids(record: Mapping[str, Any], name: str) -> NDArray[np.int64] | Sequence[st
     """
     values = record.get(name)
     if not isinstance(values, list):
-        msg = f"expected a list as {name}, found {shown(values)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a list as {name}, found {shown(values)}")
     if all(type(each) is int and 0 <= each < LARGEST for each in values):
         return np.array(values, np.int64)
     for each in values:
         if isinstance(each, bool) or not isinstance(each, str | int):
-            msg = f"expected numbers or strings in {name}, found {shown(each)}"
-            raise ValueError(msg)
+            raise ValueError(f"expected numbers or strings in {name}, found {shown(each)}")
     return values

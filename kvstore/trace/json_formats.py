@@ -174,8 +174,7 @@ def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
         name = fields.label(session, "id") or where.name
         scope = session.get("hash_id_scope")
         if scope not in (None, "local", "global"):
-            msg = f"expected local or global as hash_id_scope, found {shown(scope)}"
-            raise ValueError(msg)
+            raise ValueError(f"expected local or global as hash_id_scope, found {shown(scope)}")
         prefix = f"{name}/" if scope == "local" else ""
         requests = list(_flat(session["requests"], 0))
         requests.sort(key=lambda each: each[0])
@@ -197,16 +196,13 @@ def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
 def _flat(requests: Any, start: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield each request with its time; times of sub-agents count from their parent's."""
     if not isinstance(requests, list):
-        msg = f"expected a list as requests, found {shown(requests)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a list as requests, found {shown(requests)}")
     for request in requests:
         if not isinstance(request, dict):
-            msg = f"expected an object in requests, found {shown(request)}"
-            raise ValueError(msg)
+            raise ValueError(f"expected an object in requests, found {shown(request)}")
         at = start + fields.whole_number(request, "t", SECOND)
         if at >= LARGEST:
-            msg = f"t is too large: {shown(request['t'])} in a nested request"
-            raise ValueError(msg)
+            raise ValueError(f"t is too large: {shown(request['t'])} in a nested request")
         if "requests" in request:
             yield from _flat(request["requests"], at)
         else:

@@ -23,8 +23,7 @@ def write(trace: Trace, path: Path, form: str = "mooncake") -> None:
         ValueError: for an unknown format, or one that cannot hold the trace.
     """
     if form not in WRITERS:
-        msg = f"unknown output format {form!r}; expected one of {', '.join(WRITERS)}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown output format {form!r}; expected one of {', '.join(WRITERS)}")
     lines = WRITERS[form](trace)
     with created(path) as stream:
         for line in lines:
