@@ -32,11 +32,10 @@ import numpy as np
 from bench.simulate.models import leaf_first
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.options import SimulateOptions
+from kvstore.simulate.recommendation import OPTIMAL
 from kvstore.simulate.report import make_report
-from kvstore.simulate.run import Simulation
+from kvstore.simulate.run import SimulateOptions, Simulation
 from kvstore.simulate.sizes import Size, size_of
 from kvstore.simulate.trace_index import simulate_policy
 from kvstore.trace.columns import Trace

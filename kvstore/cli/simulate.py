@@ -180,8 +180,8 @@ def policies(*, as_json: Json = False) -> int:
         Print an array instead of a table.
     """
     from kvstore.policy.registry import POLICIES
-    from kvstore.simulate.choice import OPTIMAL
     from kvstore.simulate.optimal import SUMMARY
+    from kvstore.simulate.recommendation import OPTIMAL
 
     keys = ("policy", "summary", "parameters", "source", "online")
     rows: list[tuple[str, str, Mapping[str, float], str, bool]] = [

@@ -14,8 +14,8 @@ from kvstore.cli.parameters import BlockSize, FormatOption, Unchained
 
 if TYPE_CHECKING:
     from kvstore.simulate.cost import ModelBytes
-    from kvstore.simulate.options import SimulateOptions
     from kvstore.simulate.report import Report
+    from kvstore.simulate.run import SimulateOptions
     from kvstore.simulate.window import Windows
     from kvstore.trace.columns import Trace
 
@@ -104,8 +104,7 @@ class SimulateArguments:
         """Return the options in the blocks and bytes of one trace."""
         from kvstore.simulate.cost import Cost, Link, ModelBytes, bytes_of_model
         from kvstore.simulate.hierarchy import tiers_of
-        from kvstore.simulate.options import SimulateOptions
-        from kvstore.simulate.run import interval_of
+        from kvstore.simulate.run import SimulateOptions, interval_of
         from kvstore.simulate.sizes import rate_of, size_of
         from kvstore.simulate.tiers import Inclusion
 

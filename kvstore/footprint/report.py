@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -23,6 +23,9 @@ _LABEL_SHOWN = 20
 _COLUMNS = 80
 _RATE_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 _PUBLISHED = f"-{float(PUBLISHED_SAVING):.1%}"
+
+
+Model = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +61,43 @@ def shown(label: str) -> str:
     return label if len(label) <= _LABEL_SHOWN else f"{label[: _LABEL_SHOWN - 3]}..."
 
 
-def _groups(model: Mapping[str, Any]) -> Table:
-    return Table(
-        (shown(model["model"]), "kept as", "entries/token", "entry bytes", "bytes/token"),
-        tuple(
-            (
-                group["name"],
-                group["lifetime"],
-                _plain(group["entries_per_token"], 5),
-                f"{group['entry_bytes']:,}",
-                _plain(group["bytes_per_token"]),
-            )
-            for group in model["groups"]
-        ),
+def _table(
+    rows: Iterable[Model], columns: Mapping[str, Callable[[Any], str]], *notes: str
+) -> Table:
+    """Return a table from a function per column, with notes below it."""
+    cells = tuple(tuple(cell(row) for cell in columns.values()) for row in rows)
+    return Table(tuple(columns), cells, _noted(*notes))
+
+
+def _groups(model: Model) -> Table:
+    return _table(
+        model["groups"],
+        {
+            shown(model["model"]): lambda group: group["name"],
+            "kept as": lambda group: group["lifetime"],
+            "entries/token": lambda group: _plain(group["entries_per_token"], 5),
+            "entry bytes": lambda group: f"{group['entry_bytes']:,}",
+            "bytes/token": lambda group: _plain(group["bytes_per_token"]),
+        },
     )
 
 
 def _costs(found: Mapping[str, Any]) -> Table:
     rate, block = found["prefill_tokens_per_second"], found["block_tokens"]
-    return Table(
-        ("model", "B/token", "ratio", "window", f"block of {block:,}", "break even"),
-        tuple(
-            (
-                shown(model["model"]),
-                _plain(model["bytes_per_token"]),
-                _ratio(model["ratio"]),
-                _size(model["window_bytes"]),
-                size_text(model["block_bytes"]),
-                _rate(model["break_even_bytes_per_second"]),
-            )
-            for model in found["models"]
-        ),
-        _noted(
-            "B/token: GLOBAL entries, which every later token reads; a store keeps them. "
-            "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
-            f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); loading at a higher "
-            "bandwidth is faster than computing.",
-        ),
+    return _table(
+        found["models"],
+        {
+            "model": lambda model: shown(model["model"]),
+            "B/token": lambda model: _plain(model["bytes_per_token"]),
+            "ratio": lambda model: _ratio(model["ratio"]),
+            "window": lambda model: _size(model["window_bytes"]),
+            f"block of {block:,}": lambda model: size_text(model["block_bytes"]),
+            "break even": lambda model: _rate(model["break_even_bytes_per_second"]),
+        },
+        "B/token: GLOBAL entries, which every later token reads; a store keeps them. "
+        "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
+        f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); loading at a higher "
+        "bandwidth is faster than computing.",
     )
 
 
@@ -125,7 +128,7 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
     return Table(header, tuple(rows), notes)
 
 
-def _even(model: Mapping[str, Any]) -> str:
+def _even(model: Model) -> str:
     """Return the turn at which a model's windows take as many bytes as its global KV, and the saving there."""
     text = (
         f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows take as many bytes as the global KV of "
@@ -152,39 +155,32 @@ def _change(saved: float) -> str:
 
 def _contexts(found: Mapping[str, Any]) -> Table:
     models = found["models"]
-    return Table(
-        (f"{models[0]['context']['tokens']:,} tokens", "global", "window", "global, in blocks"),
-        tuple(
-            (
-                shown(model["model"]),
-                size_text(model["context"]["global_bytes"]),
-                _size(model["context"]["window_bytes"]),
-                size_text(model["context"]["stored_bytes"]),
-            )
-            for model in models
-        ),
+    return _table(
+        models,
+        {
+            f"{models[0]['context']['tokens']:,} tokens": lambda model: shown(model["model"]),
+            "global": lambda model: size_text(model["context"]["global_bytes"]),
+            "window": lambda model: _size(model["context"]["window_bytes"]),
+            "global, in blocks": lambda model: size_text(model["context"]["stored_bytes"]),
+        },
     )
 
 
-def _measured(models: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        ("measured", "blocks", "B/token", "live on SSD", "over", "file"),
-        tuple(
-            (
-                shown(model["model"]),
-                f"{model['measured']['blocks']:,}",
-                _plain(model["bytes_per_token"]),
-                _plain(model["measured_ssd_bytes_per_token"]),
-                f"{model['measured_ssd_bytes_per_token'] / model['bytes_per_token'] - 1:+.2%}",
-                _plain(model["measured"]["file_bytes_per_token"]),
-            )
-            for model in models
-        ),
-        _noted(
-            "Blocks of random entries, written by the SSD tier and flushed, in bytes per token: pages in "
-            f"use, and the file. Per model {MEASURED_BLOCKS:,} blocks or {size_text(MEASURED_BYTES)}, "
-            "whichever is less, and at least one.",
-        ),
+def _measured(models: Sequence[Model]) -> Table:
+    live = "measured_ssd_bytes_per_token"
+    return _table(
+        models,
+        {
+            "measured": lambda model: shown(model["model"]),
+            "blocks": lambda model: f"{model['measured']['blocks']:,}",
+            "B/token": lambda model: _plain(model["bytes_per_token"]),
+            "live on SSD": lambda model: _plain(model[live]),
+            "over": lambda model: f"{model[live] / model['bytes_per_token'] - 1:+.2%}",
+            "file": lambda model: _plain(model["measured"]["file_bytes_per_token"]),
+        },
+        "Blocks of random entries, written by the SSD tier and flushed, in bytes per token: pages in "
+        f"use, and the file. Per model {MEASURED_BLOCKS:,} blocks or {size_text(MEASURED_BYTES)}, "
+        "whichever is less, and at least one.",
     )
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from kvstore.policy.registry import POLICIES
 from kvstore.simulate.cost import FirstToken, Link, first_token_seconds, share, ttft_report
 from kvstore.simulate.json_form import INLINE, INTERVAL, OPTIONAL
-from kvstore.simulate.options import Interval, SimulateOptions
-from kvstore.simulate.run import first_counted
+from kvstore.simulate.run import Interval, SimulateOptions, first_counted
 from kvstore.simulate.sizes import rate_of, seconds_of, size_of
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, Write, check_tiers
 from kvstore.trace.columns import SECOND, Ints, Trace

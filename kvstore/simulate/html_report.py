@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvstore.output.html import Markup, element, page, table
-from kvstore.simulate.choice import LRU, Choice
 from kvstore.simulate.hierarchy import Hierarchy, TierUse
 from kvstore.simulate.html_curves import (
     TTFT,
@@ -25,6 +24,7 @@ from kvstore.simulate.html_parts import (
     duration,
     listed,
 )
+from kvstore.simulate.recommendation import LRU, Choice
 from kvstore.simulate.report import Report
 from kvstore.simulate.sentences import hint_lines
 from kvstore.simulate.sizes import bytes_text

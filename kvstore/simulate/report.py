@@ -11,14 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.simulate.choice import OPTIMAL, Progress
 from kvstore.simulate.cost import FirstToken, Seconds
 from kvstore.simulate.hierarchy import Hierarchy, hierarchy_report
 from kvstore.simulate.hints import Hints, hints
 from kvstore.simulate.json_form import CEILING, CEILINGS, INLINE, INTERVAL, OPTIONAL
-from kvstore.simulate.options import Interval, SimulateOptions
-from kvstore.simulate.recommendation import Recommendation, recommend
-from kvstore.simulate.run import Each, Ratios, Row, Simulation, first_counted, in_turn
+from kvstore.simulate.recommendation import OPTIMAL, Progress, Recommendation, recommend
+from kvstore.simulate.run import (
+    Each,
+    Interval,
+    Ratios,
+    Row,
+    SimulateOptions,
+    Simulation,
+    first_counted,
+    in_turn,
+)
 from kvstore.simulate.sentences import recommendation_lines
 from kvstore.simulate.sizes import Size
 from kvstore.simulate.tiers import Flow, simulate_tiers
@@ -133,7 +140,7 @@ def make_report(
         # Blocks on SSD stay for days, so the pool is simulated with hits that nothing evicts.
         speed = None if options.cost is None else options.cost.prefill_tps
         windows = window_report(trace, hits, options.windows, first, prefill_tps=speed)
-    advice = recommend(simulation, options, rows, windows, progress)
+    advice = recommend(simulation, options, rows, windows, first, progress)
     ratios = simulation.ratios(hits, options.interval)
     report = Report(
         trace=_facts(trace, options),

@@ -3,27 +3,72 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from kvstore.index import plan
-from kvstore.policy.registry import make_policy
-from kvstore.simulate.choice import LRU, OPTIMAL
-from kvstore.simulate.cost import FirstToken, first_token_seconds, share, ttft_report
+from kvstore.policy.registry import POLICIES, make_policy
+from kvstore.simulate.cost import (
+    FREE,
+    Cost,
+    FirstToken,
+    Link,
+    first_token_seconds,
+    share,
+    ttft_report,
+)
 from kvstore.simulate.curve import Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.json_form import INLINE, INTERVAL
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.options import Interval, Semantics, SimulateOptions
+from kvstore.simulate.recommendation import LRU, OPTIMAL
 from kvstore.simulate.sizes import Size
+from kvstore.simulate.tiers import Inclusion, Tier
 from kvstore.simulate.trace_index import ChainLists, simulate_policy
+from kvstore.simulate.window import Windows
 from kvstore.trace.chains import chains_of, links_of
 from kvstore.trace.columns import Ints, Trace
+
+Interval = str
+"""Counted requests: ``all``, ``last_half``, or a share such as ``last_75%``."""
+Semantics = Literal["prefix", "flat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of one simulation.
+
+    Raises:
+        ValueError: for an unknown policy, naming the known ones.
+    """
+
+    policies: Sequence[str]
+    sizes: Sequence[Size]
+    interval: Interval = "all"
+    semantics: Semantics = "prefix"
+    token_bytes: Fraction | None = None
+    cost: Cost | None = None
+    link: Link = FREE
+    """Read cost of the cache of ``sizes``."""
+    tiers: Sequence[Tier] = ()
+    inclusion: Inclusion = "inclusive"
+    windows: Windows | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown policies."""
+        for policy in self.policies:
+            if policy not in {*POLICIES, OPTIMAL}:
+                known = ", ".join([*POLICIES, OPTIMAL])
+                raise ValueError(f"no policy named {policy!r}; expected one of {known}")
+
+    def size_bytes(self, blocks: int, block_tokens: int) -> int | None:
+        """Return a size in bytes, None where the bytes of a token are unknown."""
+        return None if self.token_bytes is None else round(blocks * self.token_bytes * block_tokens)
 
 
 @dataclass(frozen=True, slots=True)

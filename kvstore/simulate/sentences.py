@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvstore.simulate.choice import LRU
+from kvstore.simulate.recommendation import LRU
 from kvstore.simulate.sizes import bytes_text
 
 if TYPE_CHECKING:
-    from kvstore.simulate.choice import Choice
     from kvstore.simulate.hierarchy import Hierarchy
     from kvstore.simulate.hints import Hints
-    from kvstore.simulate.options import SimulateOptions
+    from kvstore.simulate.recommendation import Choice
     from kvstore.simulate.report import Report
+    from kvstore.simulate.run import SimulateOptions
 
 
 def recommendation_lines(

@@ -15,8 +15,7 @@ from pathlib import Path
 from kvstore.errors import TraceError
 from kvstore.trace.builder import DEFAULTS, Options, Request, TraceBuilder
 from kvstore.trace.columns import Trace
-from kvstore.trace.csv_formats import TABLES, lengths
-from kvstore.trace.json_formats import ADVICE, json_rows, weka
+from kvstore.trace.formats import ADVICE, TABLES, json_rows, lengths, weka
 from kvstore.trace.source import BROKEN, documents
 
 __all__ = ["Options", "read"]

@@ -13,8 +13,7 @@ from kvstore.layout import layout
 from kvstore.simulate.cost import FREE, Cost, Link, bytes_of_model, first_token_seconds, ttft_report
 from kvstore.simulate.hierarchy import hierarchy_report, tiers_of
 from kvstore.simulate.json_form import as_dict
-from kvstore.simulate.options import SimulateOptions
-from kvstore.simulate.run import first_counted
+from kvstore.simulate.run import SimulateOptions, first_counted
 from kvstore.simulate.sizes import bytes_text, rate_of, seconds_of
 from kvstore.simulate.tiers import Tier, simulate_tiers
 from kvstore.trace.columns import SECOND

@@ -11,9 +11,8 @@ import pytest
 
 from kvstore.simulate.cost import Cost
 from kvstore.simulate.json_form import as_dict
-from kvstore.simulate.options import SimulateOptions
 from kvstore.simulate.report import make_report
-from kvstore.simulate.run import Simulation, first_counted, interval_of
+from kvstore.simulate.run import SimulateOptions, Simulation, first_counted, interval_of
 from kvstore.simulate.sentences import hint_lines
 from kvstore.simulate.sizes import Size
 from kvstore.simulate.tiers import Tier

@@ -12,12 +12,11 @@ import pytest
 
 from kvstore.errors import TraceError
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.choice import smallest
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.json_form import as_dict
-from kvstore.simulate.options import SimulateOptions
+from kvstore.simulate.recommendation import smallest
 from kvstore.simulate.report import make_report
-from kvstore.simulate.run import Simulation
+from kvstore.simulate.run import SimulateOptions, Simulation
 from kvstore.simulate.sizes import Size, size_of
 from kvstore.trace.columns import Trace
 from tests.simulate.support import grown_paths, trace_of
