@@ -167,7 +167,7 @@ def check(entry_format: str, rule: str, dtype: str, level: str) -> None:
 
 
 def peers(wide_bytes: int) -> Iterator[tuple[str, str, Work, Buffers]]:
-    """Yield what others offer for the same work."""
+    """Yield the peers' rows for the same work."""
     import torch
 
     torch.set_num_threads(1)
@@ -228,7 +228,7 @@ def torch_unpack(
 
 
 def torch_pack(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack blocks of 16 to NVFP4 as one would in torch: by where the elements change."""
+    """Quantise blocks of 16 to NVFP4 in torch, by the boundaries between elements."""
     import torch
 
     wide = values.to(torch.float32)
@@ -254,7 +254,7 @@ E2M1 = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 
 
 
 def hash_row(pairs: int) -> Row:
-    """Return the speed of the block hashes of a prompt, with OpenSSL in memcpy's place."""
+    """Return the speed of the block hashes of a prompt, relative to OpenSSL."""
     tokens = np.random.default_rng(2).integers(0, 1 << 17, HASHED_TOKENS, np.uint32)
     hashed = 4 * HASHED_TOKENS + 44 * (HASHED_TOKENS // BLOCK_TOKENS)
     data, root = bytes(hashed), BlockHash(bytes(32))
@@ -269,7 +269,7 @@ def hash_row(pairs: int) -> Row:
 
 
 def gather_rows(level: str, pairs: int) -> list[Row]:
-    """Return how fast chosen entries of 512 values are unpacked: far apart, and in the cache.
+    """Return the speed of dequantising selected entries of 512 values: far apart, and in the cache.
 
     Far apart, the ratio is to a copy of other packed entries, as many; in the cache, to an unpack
     of as many that follow each other.
@@ -318,7 +318,7 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
 
 
 def verified_rows(level: str, size: int, pairs: int) -> list[Row]:
-    """Return the speed of checksums, and of copies and unpacks that verify what they hand out.
+    """Return the speed of checksums, and of verified copies and unpacks.
 
     In memcpy's place stands the same work unverified: the ratio is what verifying leaves of its
     speed. Entries are those of ``gather_rows``, all codes and then all scales.

@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one engine with one connector did with prompts of one length and share."""
+    """Result of one engine with one connector for prompts of one length and share."""
 
     engine: str
     connector: str
@@ -137,7 +137,7 @@ def summarise(
 
 
 def faults(rows: Sequence[Row], dtype: str) -> list[str]:
-    """Return sentences about what kvstore did not do as it must."""
+    """Return the violations of kvstore's bounds."""
     found = []
     for row in rows:
         where = f"{row.engine}, {row.prompt_tokens} tokens, {row.share:.0%} cached"
@@ -324,7 +324,7 @@ def encode(model: Path) -> list[int]:
 
 
 def job_maker(model: Path, dtype: str, folder: Path, max_tokens: int) -> Callable[..., Job]:
-    """Return what makes jobs of an engine, a connector and prompts."""
+    """Return a function that makes jobs of an engine, a connector and prompts."""
 
     def make(engine: str, connector: Connector, prompts: Sequence[Sequence[int]]) -> Job:
         return Job(
@@ -341,7 +341,7 @@ def job_maker(model: Path, dtype: str, folder: Path, max_tokens: int) -> Callabl
 
 
 def prompts_of(engine: str, chosen: Sequence[Case]) -> int:
-    """Return how many prompts the processes of an engine run in all."""
+    """Return the number of prompts that all processes of an engine run."""
     stores = len(CONNECTORS[engine]) - 1
     return len(chosen) * (1 + stores) + stores * sum(bool(case.cached) for case in chosen)
 
@@ -349,7 +349,7 @@ def prompts_of(engine: str, chosen: Sequence[Case]) -> int:
 def runner(
     python: Path, folder: Path, advance: Callable[[int, int], None], total: int
 ) -> Callable[[Job], list[First]]:
-    """Return what runs jobs, one after the other, under one progress bar."""
+    """Return a function that runs jobs in turn, under one progress bar."""
     done = 0
 
     def run(job: Job) -> list[First]:

@@ -56,7 +56,7 @@ def batch(case: str, turn: int, vocab: int) -> list[list[int]]:
 
 
 def connector(side: str, store: str) -> dict[str, Any]:
-    """Return what tells vLLM which connector to load."""
+    """Return vLLM's configuration of a connector."""
     from vllm.config import KVTransferConfig
 
     if side == "none":
@@ -117,7 +117,7 @@ class Engine:
         self._child = child
 
     def turn(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Run a batch and return what it cost."""
+        """Run a batch and return its cost."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(prompts) + "\n")

@@ -46,7 +46,7 @@ FOLDER = "rank-0-of-1"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one engine has to do."""
+    """Job of one engine."""
 
     model: str
     store: str | None
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt was continued with, and how many of its tokens were not computed."""
+    """Answer of a prompt, and the tokens of the prompt that were not computed."""
 
     tokens: tuple[int, ...]
     cached: int
@@ -188,7 +188,7 @@ def forge(frame_format: FrameFormat, mine: bytes, other: bytes) -> bytearray:
 
 
 def prove(model: str, count: int, new_tokens: int, folder: Path) -> dict[str, Any]:
-    """Run all engines and return what was seen."""
+    """Run all engines and return the results."""
     prompts = real_prompts(model, count)
     store = folder / "store"
     plain = Job(model, None, prompts, new_tokens)

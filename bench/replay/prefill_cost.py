@@ -44,7 +44,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 TURN_TOKENS = 512
 """New tokens of the prompt after a hit."""
 CHUNK_TOKENS = 128
-"""Rows in one pass: what is gathered for them at once bounds memory."""
+"""Rows per pass, which bounds the memory of gathered entries."""
 
 NO_DRAFTS: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
@@ -105,14 +105,14 @@ class Prompt:
         return self._run(self._state(Floors.replay(0, 1)))
 
     def hit(self, before: SequenceState) -> Tensor:
-        """Run what is left after a hit without a window."""
+        """Run the rest of a prompt after a hit without a window."""
         hit = len(self._tokens) - TURN_TOKENS
         state = self._state(Floors.replay(hit, self._engine.config.sliding_window))
         state.entries.restore(before.entries.export(0, hit), hit)
         return self._run(state)
 
     def cold_state(self) -> SequenceState:
-        """Return a sequence whose entries are all written."""
+        """Return a sequence with all entries written."""
         state = self._state(Floors.replay(0, 1))
         self._run(state)
         return state
@@ -141,7 +141,7 @@ class Prompt:
 
 
 def parts(start: int, stop: int) -> list[tuple[int, int]]:
-    """Cut a range into pieces of ``CHUNK_TOKENS``."""
+    """Split a range into chunks of ``CHUNK_TOKENS``."""
     return list(itertools.pairwise([*range(start, stop, CHUNK_TOKENS), stop]))
 
 

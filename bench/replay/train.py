@@ -46,7 +46,7 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 """AdamW and the largest gradient norm, as language models of this family are trained with."""
 HELD_OUT_BATCHES = 4
 SMOOTHED_STEPS = 10
-"""Steps of one point of the curve: a batch of few sequences says little by itself."""
+"""Steps per point of the curve: a batch of few sequences is noisy."""
 TABLE = "table"
 
 SYSTEMS = {
@@ -91,7 +91,7 @@ DEPTHS = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a model is trained. All of it decides the result, so a run goes on only with the same."""
+    """Training options. All affect the result, so a training continues only with the same options."""
 
     depth: str
     steps: int
@@ -138,7 +138,7 @@ def batch_of(
 
 
 class Trainee:
-    """A model whose tensors learn."""
+    """A model with trainable tensors."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.config = DEPTHS[schedule.depth]
@@ -201,7 +201,7 @@ class Trainee:
         write_arrays(path, arrays)
 
     def load_state(self, path: Path, schedule: Schedule) -> int:
-        """Take a state up; return the step to go on with.
+        """Restore a state; return the next step.
 
         Raises:
             ValueError: if it belongs to another schedule.
@@ -231,7 +231,7 @@ class Trainee:
 
 
 def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceConfig, Weights]:
-    """Return what ``save_model`` wrote, for an engine of seed 0; its tables go to that folder.
+    """Return the model that ``save_model`` wrote, for an engine of seed 0; its tables are in that folder.
 
     The numbers that were trained were not rounded to float16; a config names all else.
     """
@@ -249,7 +249,7 @@ def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceC
 
 
 def write_arrays(path: Path, arrays: dict[str, NDArray[np.generic]]) -> None:
-    """Write arrays by name; the file is there whole or as it was before."""
+    """Write arrays by name, atomically."""
     with written(path, PUBLIC) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -290,7 +290,7 @@ def draw(log: list[dict[str, float]]) -> str:
 
 
 def train(schedule: Schedule, out: Path, save: int, stop: int) -> None:
-    """Train up to step ``stop``, going on where the last run ended."""
+    """Train up to step ``stop``, from the end of the last training."""
     out.mkdir(parents=True, exist_ok=True)
     trained, held_out = read_text()
     trainee, step = Trainee(schedule), 0

@@ -141,7 +141,7 @@ def cpu(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def handed(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Write a trace's blocks where a peer can read them."""
+    """Write a trace's blocks to files for a peer."""
     with tempfile.TemporaryDirectory() as folder:
         ids, offsets = Path(folder) / "ids", Path(folder) / "offsets"
         trace.blocks.astype(np.int64).tofile(ids)
@@ -165,7 +165,7 @@ def peer(python: Path, trace: Trace, **job: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure and what it may be at most."""
+    """A figure and its limit."""
 
     bar: str
     what: str
@@ -175,7 +175,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Say whether the figure is within its limit."""
+        """Return whether the figure is within its limit."""
         return abs(self.found) <= self.limit
 
     def __str__(self) -> str:
@@ -205,7 +205,7 @@ class Bench:
         return trace
 
     def _rival(self, name: str) -> tuple[dict[str, Any], float]:
-        """Run kvcache-simulator; return what it found, and our wall time over its better one."""
+        """Run kvcache-simulator; return its result, and our wall time over its better one."""
         assert self.python is not None
         with tempfile.TemporaryDirectory() as scratch:
             plain = Path(scratch) / "trace.jsonl"
@@ -269,7 +269,7 @@ def points(bench: Bench, bar: str, wanted: str) -> Bars:
 
 
 def against_blocks(bench: Bench, bar: str, policy: str, rank: Callable[[Any], Any]) -> Bars:
-    """Hold a policy against a loop over single blocks."""
+    """Compare a policy with a loop over single blocks."""
     limit = 0.002 if bar == "A4" else SIX_DIGITS
     for name in SMALL:
         simulation = bench.simulation(name)
@@ -291,7 +291,7 @@ def a1(bench: Bench) -> Bars:
 
 
 def a2(bench: Bench) -> Bars:
-    """A cache without bounds: what was asked for before is hit."""
+    """An infinite cache: every block requested before hits."""
     for name in (*SMALL, WEKA):
         trace = bench.trace(name)
         seen = np.zeros(trace.distinct_blocks, np.bool_)
@@ -301,7 +301,7 @@ def a2(bench: Bench) -> Bars:
             again += int(seen[path].sum())
             seen[path] = True
         found = int(bench.simulation(name).infinite_cache_hits().sum())
-        yield Bar("A2", f"ceiling, {name}", (found - again) / trace.references, SIX_DIGITS)
+        yield Bar("A2", f"infinite cache, {name}", (found - again) / trace.references, SIX_DIGITS)
 
 
 def against_rival(bench: Bench, bar: str, policy: str) -> Bars:
@@ -396,9 +396,9 @@ def against_reverse(bench: Bench, bar: str, names: Sequence[str], limit: float) 
 
 
 def a7b(bench: Bench) -> Bars:
-    """Policies on prefixes beside flat ones that are told of the last block first.
+    """Policies on prefixes beside flat ones that see the last block of a request first.
 
-    The peer may evict a head and strand what hangs on it, ours never does. So ours hit more.
+    The peer may evict a first block and strand its children; the simulator never does. So it hits more.
     """
     if bench.python is not None:
         names = ("arc", "clock", "s3fifo", "gdsf", "2q")
@@ -417,7 +417,7 @@ def a8(bench: Bench) -> Bars:
 
 
 def a9(bench: Bench) -> Bars:
-    """The curve is what the policy does, request by request."""
+    """The curve equals the policy, request by request."""
     for name in (*SMALL, WEKA):
         simulation = bench.simulation(name)
         differs = sum(
@@ -471,7 +471,7 @@ def p2(bench: Bench) -> Bars:
 
 
 def p4(bench: Bench) -> Bars:
-    """81 million references: what info says, and LRU at every size."""
+    """81 million references: statistics, and LRU at every size."""
     path = bench.path(LARGE)
     if not path.exists():
         return

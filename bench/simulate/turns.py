@@ -68,7 +68,7 @@ def new_tokens(trace: Trace) -> Ints:
 
 
 def measure(path: Path, longest: float) -> Row:
-    """Return what one trace has."""
+    """Return the turns of one trace."""
     trace = read(path)
     turns = new_tokens(trace)
     turns = turns[turns > 0]
@@ -98,7 +98,7 @@ def mixes(rows: list[Row], longest: float) -> list[tuple[str, str, float]]:
 
 
 def draw(rows: list[Row], longest: float) -> str:
-    """Return what is saved against the mean of a turn, as SVG."""
+    """Return the saving by mean turn length, as SVG."""
     here, before = kvstore.layout(HERE), kvstore.layout(BEFORE)
     curve = []
     for turn in np.geomspace(10, 20_000, 60):

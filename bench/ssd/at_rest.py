@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What the top bytes of single layers save, as a share of all bytes."""
+    """Saving in the top bytes of single layers, as a share of all bytes."""
 
     of: str
     least: float
@@ -82,7 +82,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Numbers as what is compressed and what is kept as it is, and back."""
+    """Split of numbers into compressed and uncompressed bytes, and its inverse."""
 
     name: str
     apart: Callable[[Numbers], tuple[Bytes, Bytes]]
@@ -312,7 +312,7 @@ def real_blocks(count: int) -> tuple[Layout, Blocks]:
 
 
 def of_layers(name: str, blocks: Blocks) -> Layers:
-    """Return what the layers of a group save, each compressed by itself."""
+    """Return the savings of the layers of a group, each compressed separately."""
     packer = zstandard.ZstdCompressor(compression_params=HUFFMAN)
     shares = []
     for layer in range(len(blocks[0][name])):

@@ -24,7 +24,7 @@ Block = NDArray[np.uint8]
 
 
 def flat_layout(block_bytes: int) -> Layout:
-    """Return a layout whose block is that many bytes in one part."""
+    """Return a layout with blocks of this many bytes in one part."""
     group = LayerGroup(
         name="block",
         layers=(0,),
@@ -107,5 +107,5 @@ class FlatTier:
 
 
 def _hash_of(number: int) -> BlockHash:
-    """Return what stands for a block's hash: its key and zeros; all zero above the first one."""
+    """Return a substitute for a block's hash: its key and zeros; all zero above the first block."""
     return BlockHash(key_of(number).ljust(32, b"\0") if number >= 0 else bytes(32))

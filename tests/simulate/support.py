@@ -127,7 +127,7 @@ def drive_blocks(
 
 
 def drive_optimal(paths: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """Of what is cached and what is offered, the blocks used again soonest stay."""
+    """Of the cached and the offered blocks, those used again soonest stay."""
     whole = [[tuple(p[: i + 1]) for i in range(len(p))] for p in paths]
     cached: set[Prefix] = set()
     hits = []

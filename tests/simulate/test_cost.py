@@ -1,4 +1,4 @@
-"""Times and bytes: what loading saves, what tiers read and write, and how both are written down."""
+"""Times to first token, bytes of tiers, and their notation on the command line."""
 
 from __future__ import annotations
 

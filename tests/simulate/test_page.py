@@ -1,4 +1,4 @@
-"""The page of a simulation: what it says, that it is safe and alone, and how a real browser shows it."""
+"""HTML page of a simulation: contents, safety, independence of the network, rendering in a browser."""
 
 from __future__ import annotations
 

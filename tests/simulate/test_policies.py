@@ -1,4 +1,4 @@
-"""The simulator runs the tiers' own policies and does what a tier's index does."""
+"""The simulator runs the tiers' own policies and equals a tier's index, event by event."""
 
 from __future__ import annotations
 

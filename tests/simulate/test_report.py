@@ -1,4 +1,4 @@
-"""What a report says beside its rows: hints, and a recommendation in plain words."""
+"""Hints and recommendation of a report."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_nothing_to_reuse_is_said_so() -> None:
 
 
 def scanned() -> Simulation:
-    """Four prompts that come again and again, and between them what comes once."""
+    """Four repeated prompts, and single ones between them."""
     paths = [[hot, 1, 2] for hot in range(4)] * 4
     for once in range(100):
         paths += [[100 + once, 1, 2, 3], [300 + once, 1, 2], [once % 4, 1, 2]]

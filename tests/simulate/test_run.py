@@ -1,4 +1,4 @@
-"""Rows, intervals, infinite caches, curves and what they say; flat blocks; sizes as they are written."""
+"""Rows, intervals, infinite caches and curves; flat blocks; notation of sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several tiers: exactly what the specification says of single blocks, whatever is combined."""
+"""Several tiers equal the specification of single blocks, in all combinations."""
 
 from __future__ import annotations
 

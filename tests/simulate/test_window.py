@@ -1,4 +1,4 @@
-"""The window pool of the simulator is the real one, event by event; what a report says of it."""
+"""The simulated window pool equals the real one, event by event; its report."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ KEY = b"k" * 32
 
 
 def shape(trace: Trace) -> list[list[int]]:
-    """The paths with blocks numbered by first appearance: what two equal traces share."""
+    """The chains with blocks numbered by first appearance, equal for equal traces."""
     seen: dict[int, int] = {}
     rows = [trace.chain(i).tolist() for i in range(len(trace))]
     return [[seen.setdefault(block, len(seen)) for block in row] for row in rows]

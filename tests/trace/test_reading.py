@@ -1,4 +1,4 @@
-"""Files as traces: formats, compressions, order, lengths, and what is refused with which words."""
+"""Reading of traces: formats, compression, order, lengths, and refused files with their messages."""
 
 from __future__ import annotations
 
