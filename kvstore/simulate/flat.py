@@ -124,10 +124,7 @@ class _FilledSlru(Slru[Any]):
                     break
 
 
-_FILLED: Mapping[str, Callable[[int], Policy[Any]]] = {
-    "s3fifo": _FilledS3Fifo,
-    "slru": _FilledSlru,
-}
+_FILLED: Mapping[str, Callable[[int], Policy[Any]]] = {"s3fifo": _FilledS3Fifo, "slru": _FilledSlru}
 
 
 def flat_policy(name: str, capacity: int) -> Policy[Any]:

@@ -16,14 +16,7 @@ from kvstore.simulate.html_curves import (
     hits_section,
     windows_section,
 )
-from kvstore.simulate.html_parts import (
-    NONE,
-    SizeScale,
-    blocks_text,
-    code,
-    duration,
-    listed,
-)
+from kvstore.simulate.html_parts import NONE, SizeScale, blocks_text, code, duration, listed
 from kvstore.simulate.recommendation import LRU, Choice
 from kvstore.simulate.report import Report
 from kvstore.simulate.sentences import hint_lines

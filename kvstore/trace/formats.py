@@ -150,11 +150,7 @@ def _lookups(record: Mapping[str, Any], _: Ints | None) -> tuple[Request, int]:
     return row, fields.size(record.get("chunk_size"), "chunk_size")
 
 
-_FORMATS: dict[str, Parser] = {
-    "chat_id": _bailian,
-    "hash_ids": _mooncake,
-    "chunk_hashes": _lookups,
-}
+_FORMATS: dict[str, Parser] = {"chat_id": _bailian, "hash_ids": _mooncake, "chunk_hashes": _lookups}
 """Parsers by a key that only this format has; the first key found decides."""
 _BY_NAME: dict[str, Parser] = {"mooncake": _mooncake, "bailian": _bailian, "lmcache": _lookups}
 
