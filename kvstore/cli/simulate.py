@@ -150,18 +150,16 @@ def _call(function: Callable[[Simulation, Any], Any], task: Any) -> Any:
 
 
 @contextmanager
-def _spread(simulation: Simulation, jobs: int) -> Iterator[Each]:
-    """Give a function that runs tasks in ``jobs`` processes."""
-    from kvstore.simulate.run import in_turn
-
+def _spread(simulation: Simulation, jobs: int) -> Iterator[Each | None]:
+    """Give a function that runs tasks in ``jobs`` processes; None for one process."""
     if jobs == 1:
-        yield in_turn(simulation)
+        yield None
         return
     from concurrent.futures import ProcessPoolExecutor
     from functools import partial
     from multiprocessing import get_context
 
-    simulation.prepare()  # once, not in each process
+    _ = simulation.chain_lists, simulation.curve  # computed once, not in each process
     with ProcessPoolExecutor(
         min(jobs, os.cpu_count() or 1),
         mp_context=get_context("fork"),

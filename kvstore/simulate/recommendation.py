@@ -127,7 +127,7 @@ class _Search:
         if found is None:
             self._progress(f"{self._simulation.trace.name}: {policy}, {size:,} blocks")
             hits = self._simulation.hits(policy, size)
-            tokens = self._simulation.ratios_from(hits, self._first).prefix_token_hit_ratio
+            tokens = self._simulation.ratios(hits, self._first).prefix_token_hit_ratio
             found = self._known[policy, size] = int(hits[self._first :].sum()), tokens
         return found
 
@@ -277,7 +277,7 @@ def _gains(simulation: Simulation, rows: Sequence[Row], first: int) -> list[Gain
     for size, served in sorted(_online(rows).items()):
         lru = served.get(LRU)
         if lru is None:
-            lru = simulation.ratios_from(simulation.hits(LRU, size), first).prefix_token_hit_ratio
+            lru = simulation.ratios(simulation.hits(LRU, size), first).prefix_token_hit_ratio
         most, best = max((ratio, policy) for policy, ratio in served.items())
         if most - lru >= WORTH_CHANGING:
             found.append(Gain(size, best, most - lru))
@@ -285,7 +285,7 @@ def _gains(simulation: Simulation, rows: Sequence[Row], first: int) -> list[Gain
 
 
 def _gaps(simulation: Simulation, rows: Sequence[Row], first: int) -> list[Gap]:
-    infinite = simulation.ratios_from(simulation.infinite_cache_hits(), first)
+    infinite = simulation.ratios(simulation.infinite_cache_hits(), first)
     online, most = _online(rows), infinite.prefix_token_hit_ratio
     return [
         Gap(size, most - bound, bound - max(online[size].values()))

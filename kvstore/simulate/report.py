@@ -141,7 +141,7 @@ def make_report(
         speed = None if options.cost is None else options.cost.prefill_tps
         windows = window_report(trace, hits, options.windows, first, prefill_tps=speed)
     advice = recommend(simulation, options, rows, windows, first, progress)
-    ratios = simulation.ratios(hits, options.interval)
+    ratios = simulation.ratios(hits, first)
     report = Report(
         trace=_facts(trace, options),
         rows=rows,
@@ -149,7 +149,10 @@ def make_report(
         infinite_cache=InfiniteCache(trace.distinct_blocks, ratios, options.interval),
         lru_curve=_curve(simulation, options),
         recommendation=advice,
-        infinite_cache_of={name: simulation.ratios(hits, name) for name in ("all", "last_half")},
+        infinite_cache_of={
+            name: simulation.ratios(hits, first_counted(trace, name))
+            for name in ("all", "last_half")
+        },
         hierarchies=_hierarchies(simulation, options, spread, progress) if options.tiers else None,
         window_pool=windows,
         hints=hints(simulation, rows, first),
@@ -181,15 +184,15 @@ def _facts(trace: Trace, options: SimulateOptions) -> TraceFacts:
 
 def _curve(simulation: Simulation, options: SimulateOptions) -> list[CurvePoint]:
     """Return points of the exact LRU curve, dense where caches are small."""
-    trace, interval = simulation.trace, options.interval
-    sizes, _ = simulation.curve.points(first_counted(trace, interval))
+    trace, first = simulation.trace, first_counted(simulation.trace, options.interval)
+    sizes, _ = simulation.curve.points(first)
     if len(sizes) > CURVE_POINTS:
         spaced = np.geomspace(1, int(sizes[-1]), CURVE_POINTS - 1).round().astype(np.int64)
         sizes = np.unique(np.concatenate([[0], spaced]))
     points = []
     for size in sizes.tolist():
         hits = simulation.curve.hits(size)
-        ratios, spent = simulation.ratios(hits, interval), simulation.first_token(hits, options)
+        ratios, spent = simulation.ratios(hits, first), simulation.first_token(hits, options)
         points.append(
             CurvePoint(
                 size_blocks=size,

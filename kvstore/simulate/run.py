@@ -127,10 +127,6 @@ class Simulation:
         """LRU at every size."""
         return lru_curve(self.links, self.trace.chain_blocks)
 
-    def prepare(self) -> None:
-        """Compute the cached properties now instead of on first use."""
-        _ = self.chain_lists, self.curve
-
     def infinite_cache_hits(self) -> Ints:
         """Return the hit of each request in an infinite cache, in blocks."""
         return summed(self.links.blocks, self.links)
@@ -158,12 +154,11 @@ class Simulation:
         """Return the most blocks of one request that a cache of ``capacity`` blocks takes."""
         return plan.request_blocks(capacity, self.request_share)
 
-    def ratios(self, hits: Ints, interval: Interval = "all", blocks: Ints | None = None) -> Ratios:
-        """Return the hit ratios of an interval. ``blocks`` are all hits, by default the leading ones."""
-        return self.ratios_from(hits, first_counted(self.trace, interval), blocks)
+    def ratios(self, hits: Ints, first: int = 0, blocks: Ints | None = None) -> Ratios:
+        """Return the hit ratios of the requests from ``first`` on.
 
-    def ratios_from(self, hits: Ints, first: int, blocks: Ints | None = None) -> Ratios:
-        """Return the hit ratios of the requests from ``first`` on."""
+        ``blocks`` are all hits, by default the leading ones.
+        """
         trace, leading = self.trace, hits[first:]
         tokens = trace.input_tokens[first:]
         served = np.minimum(leading * trace.block_tokens, tokens)
@@ -196,7 +191,7 @@ class Simulation:
             hits, blocks = np.array(leading, np.int64), np.array(found, np.int64)
         else:
             hits = self.hits(policy, size.blocks)
-        ratios = self.ratios(hits, interval, blocks)
+        ratios = self.ratios(hits, first_counted(self.trace, interval), blocks)
         return Row(self.trace.name, policy, size.blocks, size.fraction, ratios, interval), hits
 
     def first_token(self, hits: Ints, options: SimulateOptions) -> FirstToken | None:

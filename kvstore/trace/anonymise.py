@@ -72,11 +72,8 @@ def _row(line: bytes, key: bytes, block_size: int, unit: int) -> tuple[Request, 
         if block_size % BYTES_PER_TOKEN:
             msg = f"a block of {block_size} bytes is not a multiple of {BYTES_PER_TOKEN}, the bytes of a token"
             raise ValueError(msg)
-        content, width, block_tokens = (
-            text.encode(errors="surrogatepass"),
-            block_size,
-            block_size // BYTES_PER_TOKEN,
-        )
+        content, width = text.encode(errors="surrogatepass"), block_size
+        block_tokens = block_size // BYTES_PER_TOKEN
         length = -(-len(content) // BYTES_PER_TOKEN)
     elif _are_tokens(tokens):
         content, width, block_tokens = np.array(tokens, "<i8").tobytes(), 8 * block_size, block_size

@@ -96,6 +96,13 @@ class TraceBuilder:
         small = not len(ids) or int(ids.max()) < 2**31
         self.ids.append(ids.astype(np.int32) if small else ids)
 
+    def set_block_tokens(self, tokens: int) -> None:
+        """Record a block size, 0 for unknown. Raises ``ValueError`` if an earlier one differs."""
+        if self.block_tokens not in {0, tokens}:
+            size = f"{tokens} tokens" if tokens else "unknown size"
+            raise ValueError(f"has blocks of {size} after blocks of {self.block_tokens} tokens")
+        self.block_tokens = tokens
+
     def _number(self, name: str | int) -> int:
         """Return the number of an id: its own value, or a unique other one."""
         if isinstance(name, int) and 0 <= name < LARGEST:

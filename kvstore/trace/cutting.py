@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -78,5 +77,4 @@ def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace
         ),
         distinct_blocks=int(first_block[-1]),
     )
-    taken = whole.take(order)
-    return replace(taken, reordered=0)
+    return whole.take(order)

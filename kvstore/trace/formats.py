@@ -57,13 +57,9 @@ def json_rows(
             if options.model is not None and record.get("model_name") != options.model:
                 continue
             row, block_tokens = parse(record, ids)
-            if builder.block_tokens not in {0, block_tokens}:
-                size = f"{block_tokens} tokens" if block_tokens else "unknown size"
-                msg = f"has blocks of {size} after blocks of {builder.block_tokens} tokens"
-                raise ValueError(msg)
+            builder.set_block_tokens(block_tokens)
         except ValueError as error:
             raise TraceError(where, str(error), number) from error
-        builder.block_tokens = block_tokens
         yield number, row
 
 
@@ -166,10 +162,7 @@ def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
             )
             raise ValueError(msg)
         tokens = fields.size(session.get("block_size"), "block_size")
-        if builder.block_tokens not in {0, tokens}:
-            msg = f"has blocks of {tokens} tokens after blocks of {builder.block_tokens} tokens"
-            raise ValueError(msg)
-        builder.block_tokens = tokens
+        builder.set_block_tokens(tokens)
         name = fields.label(session, "id") or where.name
         scope = session.get("hash_id_scope")
         if scope not in (None, "local", "global"):
