@@ -1,1 +1,1 @@
-"""Figures: what a machine does, beside what it could do."""
+"""Benchmarks: speeds and costs beside the limits of the same machine."""

@@ -1,4 +1,4 @@
-"""Two speeds of one run as a ratio: what a bench asks, and what the machine does in the same minutes."""
+"""Paired measurements: two speeds of the same run as a ratio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Timed = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure, and what it is held against."""
+    """One figure and its reference."""
 
     section: str
     what: str
@@ -25,18 +25,18 @@ class Row:
     unit: str
     beside: str = ""
     bound: float | None = None
-    """Median of what stands beside it, in ``unit``."""
+    """Median of the reference, in ``unit``."""
     ratio: float | None = None
     """Of the speeds, the median over pairs; with the quarter below and above."""
     low: float | None = None
     high: float | None = None
     bar: float | None = None
-    """What the ratio is to reach; without one, what the value is to stay below."""
+    """Minimum of the ratio; without a reference, maximum of the value."""
     note: str = ""
 
     @property
     def is_met(self) -> bool | None:
-        """Say whether the bar is met; None where there is none."""
+        """Return whether the bar is met; None without a bar."""
         if self.bar is None:
             return None
         return self.value <= self.bar if self.ratio is None else self.ratio >= self.bar
@@ -52,7 +52,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def paired(
     mine: Timed, theirs: Timed, pairs: int, advance: Callable[[int, int], None] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Do both once unmeasured, then ``pairs`` times one after the other, in changing order."""
+    """Run both once unmeasured, then ``pairs`` times in changing order."""
     mine()
     theirs()
     found: tuple[list[float], list[float]] = ([], [])

@@ -1,8 +1,8 @@
-"""How fast the core is, next to what the machine itself does in the same minutes.
+"""Speed of the core operations relative to the machine.
 
 Question: what do a look-up, a warm read and a durable store cost?
-Method:   pytest-benchmark rounds; the bound is measured in the same test, interleaved, and the ratio
-          of medians is in ``extra_info``.
+Method:   pytest-benchmark rounds; the bound is measured in the same test, interleaved, and the ratio of
+          medians is in ``extra_info``.
 Bound:    memcpy of the same bytes for a read; pwrite and fdatasync of the same bytes for a store.
 Run:      make bench
 """

@@ -1,1 +1,1 @@
-"""Speed and loss of the codecs."""
+"""Benchmarks of codecs: speed and loss."""

@@ -1,20 +1,19 @@
-"""What a KV cache kept in fewer bytes costs in loss: K and V apart, and together.
+"""Loss of a KV cache in fewer bytes: K and V separately and together.
 
-Question: by how much does the next-token loss of a real model rise when a restored prefix comes back from
-          bf16, fp8, mxfp8, nvfp4 or mxfp4 entries, instead of from the exact ones?
-Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: half of it the language
-          reference (pydoc's topics), half source code of the standard library. Each context is 512
-          tokens restored and the 512 after them scored. The restored keys and values went through the
-          codec of their format, as in a store; those of the scored tokens are the model's own, as after
-          a hit. The scored stretches tile the text. Contexts run in a random order from a fixed seed,
-          so a run that was stopped has measured a sample of the whole text. Differences are paired by
-          context; the 95 % interval is Student's, over contexts.
-Bound:    f32 entries go through a real store. They must come back bit for bit and leave the loss as it
-          is, to the last bit; else this exits 1.
+Question: by how much does the next-token loss of a real model rise when a restored prefix comes from
+          bf16, fp8, mxfp8, nvfp4 or mxfp4 entries instead of exact ones?
+Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: half language reference
+          (pydoc's topics), half source code of the standard library. Each context has 512 restored tokens
+          and 512 scored ones after them. The restored keys and values went through the codec of their
+          format, as in a store; those of the scored tokens are the model's own, as after a hit. The
+          scored ranges tile the text. Contexts are measured in a random order from a fixed seed, so an
+          interrupted measurement is a sample of the whole text. Differences are paired by context; the
+          95 % interval is Student's, over contexts.
+Bound:    f32 entries go through a real store. They must be bit-exact and leave the loss unchanged to the
+          last bit, else exit 1.
 Run:      python -m bench.codec.quality [--out FILE] [--minutes N] [--json] [--svg FILE]
-          Minutes for --tokens 1000, hours for all 100,000: the model runs once for each setting. With
-          --out every result is written down at once, and the same command goes on where the last one
-          stopped.
+          Minutes for --tokens 1000, hours for all 100,000: one model pass per setting. With --out every
+          result is written at once, and the same command continues an interrupted measurement.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from kvstore.engine.transformers import TransformersAdapter, model_layout
 from kvstore.output.chart import Axis, Point, Series, chart
 
 EXACT = "f32"
-"""The model's own number format: what is compared with, and must come back bit for bit."""
+"""The model's own number format: the baseline, which must be bit-exact."""
 FORMATS = ("f32", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
 GROUPS = ("k", "v", "both")
 RESTORED, SCORED = 512, 512
-"""Tokens of a context that come out of the store, and tokens after them whose loss counts."""
+"""Tokens of a context that are restored, and scored tokens after them."""
 SOURCES = (
     *("argparse", "ast", "difflib", "fractions", "heapq", "inspect", "ipaddress", "mailbox"),
     *("pathlib", "pdb", "shutil", "statistics", "tarfile", "textwrap", "typing", "uuid"),
 )
-"""Modules of the standard library whose source is the second half of the text."""
+"""Modules of the standard library; their source is the second half of the text."""
 
 
 # ---- values ----------------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ class Row:
 
     setting: str
     bytes_per_token: float
-    """What is not in fewer bytes counts as bf16, the model's own format, though it was f32 here."""
+    """Unquantized entries count as bf16, the model's own format, though they are f32 here."""
     saved: float
     """Share of the bytes of bf16 keys and values that is saved."""
     scored_tokens: int
@@ -120,7 +119,7 @@ def settings(formats: Iterable[str], groups: Iterable[str]) -> list[Setting]:
 
 
 def interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean, by Student's t; None for a single one, which has none.
+    """Return the 95 % interval of the mean, by Student's t; None for a single value.
 
     Shapes:
         differences ``[contexts]``.
@@ -189,7 +188,7 @@ def source_text() -> str:
 
 
 def corpus(encode: Callable[[str], Sequence[int]], contexts: int) -> NDArray[np.int64]:
-    """Return the tokens that ``contexts`` contexts need: reference prose, then source code.
+    """Return the tokens of ``contexts`` contexts: reference prose, then source code.
 
     Raises:
         SystemExit: if this Python carries less text than that.
@@ -303,7 +302,7 @@ def run(
     context: int,
     known: Measured,
 ) -> Iterator[tuple[str, float]]:
-    """Yield what is not known yet of one context: the names of settings and their nats."""
+    """Yield the missing results of one context: the names of settings and their nats."""
     missing = [setting for setting in chosen if (context, setting.name) not in known]
     is_based = (context, BASELINE) in known
     if is_based and not missing:
@@ -317,7 +316,7 @@ def run(
 
 
 def bytes_per_token(model: Any, setting: Setting) -> float:
-    """Return what a store keeps of one token; what a lossy setting leaves alone is bf16 there."""
+    """Return the stored bytes of one token; the lossless part of a setting counts as bf16."""
     is_exact = setting == Setting(EXACT, EXACT)
     formats = {
         group: "bf16" if name == EXACT and not is_exact else name
@@ -330,7 +329,7 @@ def bytes_per_token(model: Any, setting: Setting) -> float:
 
 
 class Ledger:
-    """Results by context and setting; in a file of JSON lines they outlive this process.
+    """Results by context and setting, kept in a file of JSON lines.
 
     The first line says what was measured, so that results of another text never mix in.
     """
@@ -404,7 +403,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def point(row: Row) -> Point:
-    """Return a row's place on the chart, labelled with its format."""
+    """Return a row as a point of the chart, labelled with its format."""
     low, high = row.interval or (row.difference, row.difference)
     return Point(row.bytes_per_token, row.difference, low, high, row.setting.split()[0])
 
@@ -425,7 +424,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what is missing, then print a row per setting."""
+    """Measure the missing results, then print a row per setting."""
     chosen = options()
     wanted = settings(chosen.formats, chosen.groups)
     contexts = max(1, math.ceil(chosen.tokens / SCORED))

@@ -1,16 +1,16 @@
-"""How near packing, unpacking and hashing come to the speed of memory.
+"""Speed of quantising, dequantising and hashing relative to memcpy.
 
-Question: what share of memcpy's speed do the C kernels reach, on one core?
-Method:   every call is paired with a memcpy of the same run, in changing order; what is compared is the
-          median of the pairs' ratios. Speed is bytes read and written a second. "plain" leaves the output in
-          the cache; "past" writes past it, as unpack does by itself from half of the last cache on.
-Peers:    NumPy, torch and ml_dtypes (which casts elements alone, without scales), and torchao if it is
-          installed. In memcpy's place stand: for hashes OpenSSL's SHA-256 of as many bytes; for entries
-          chosen at random a copy of the packed ones, or in the cache an unpack of as many in order; for
-          what is verified on the way, the same work unverified; for checksums the package xxhash.
-Bound:    memcpy; each result is compared with the portable kernel's first, else exit 1.
+Question: what share of memcpy's speed do the C kernels reach on one core?
+Method:   every call is paired with a memcpy of the same run, in changing order; the result is the median
+          of the pairs' ratios. Speed is bytes read and written per second. "plain" leaves the output in
+          the cache; "past" writes past it, as unpack does from half of the last cache on.
+Peers:    NumPy, torch, ml_dtypes (casts elements only, without scales), and torchao if installed. The
+          base is another where memcpy does not fit: OpenSSL's SHA-256 of as many bytes for hashes; a copy
+          of the quantized entries, or in the cache an unpack of as many in order, for entries chosen at
+          random; the same work unverified for verified reads; the package xxhash for checksums.
+Bound:    memcpy. Each result is first compared with the portable kernel's, else exit 1.
 Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
-          Run nothing beside it. With 64 MiB and all peers it takes some ten minutes.
+          Needs an idle machine; about ten minutes with 64 MiB and all peers.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def check(entry_format: str, rule: str, dtype: str, level: str) -> None:
 
 
 def peers(wide_bytes: int) -> Iterator[tuple[str, str, Work, Buffers]]:
-    """Yield what others offer for the same work."""
+    """Yield the peers' rows for the same work."""
     import torch
 
     torch.set_num_threads(1)
@@ -229,7 +229,7 @@ def torch_unpack(
 
 
 def torch_pack(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack blocks of 16 to NVFP4 as one would in torch: by where the elements change."""
+    """Quantise blocks of 16 to NVFP4 in torch, by the boundaries between elements."""
     import torch
 
     wide = values.to(torch.float32)
@@ -255,7 +255,7 @@ E2M1 = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 
 
 
 def hash_row(pairs: int) -> Row:
-    """Return the speed of the block hashes of a prompt, with OpenSSL in memcpy's place."""
+    """Return the speed of the block hashes of a prompt, relative to OpenSSL."""
     tokens = np.random.default_rng(2).integers(0, 1 << 17, HASHED_TOKENS, np.uint32)
     hashed = 4 * HASHED_TOKENS + 44 * (HASHED_TOKENS // BLOCK_TOKENS)
     data, root = bytes(hashed), BlockHash(bytes(32))
@@ -270,7 +270,7 @@ def hash_row(pairs: int) -> Row:
 
 
 def gather_rows(level: str, pairs: int) -> list[Row]:
-    """Return how fast chosen entries of 512 values are unpacked: far apart, and in the cache.
+    """Return the speed of dequantising selected entries of 512 values: far apart, and in the cache.
 
     Far apart, the ratio is to a copy of other packed entries, as many; in the cache, to an unpack
     of as many that follow each other.
@@ -319,7 +319,7 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
 
 
 def verified_rows(level: str, size: int, pairs: int) -> list[Row]:
-    """Return the speed of checksums, and of copies and unpacks that verify what they hand out.
+    """Return the speed of checksums, and of verified copies and unpacks.
 
     In memcpy's place stands the same work unverified: the ratio is what verifying leaves of its
     speed. Entries are those of ``gather_rows``, all codes and then all scales.

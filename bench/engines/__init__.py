@@ -1,1 +1,1 @@
-"""Engines with and without the store: time to first token, overhead, restarts."""
+"""Benchmarks of engines with and without the store: time to first token, overhead, restarts."""

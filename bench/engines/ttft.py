@@ -1,18 +1,18 @@
-"""Time to first token after an engine restart, by how much of the prompt was cached.
+"""Time to first token after an engine restart, by the cached share of the prompt.
 
 Question: how long until the first token, if an earlier process has stored 0, 50, 90 or 97 % of the prompt?
-Method:   three processes for each engine and connector. The first has no cache: what it takes is "none".
-          The second stores the first part of each prompt, and ends. The third is the engine restarted: it
-          runs each whole prompt once. Every prompt is its own piece of text, so nothing in memory helps.
-          The time runs from token ids to the first token, on a loaded and warmed engine with the store
-          open; medians. What was stored is in whole blocks of 128 tokens, so the share is a little less.
-Peers:    the same engine without a cache, and in vLLM its own ExampleConnector, which finds a prompt only
-          by the whole of it: a share that leaves more than a block to compute is a miss there.
-Bound:    each hit must be what was stored, and each first token the one found without a cache; else exit
-          1. (In bfloat16 a near tie may fall either way: there other tokens are only counted.)
+Method:   three processes per engine and connector. The first has no cache: its time is "none". The second
+          stores the first part of each prompt and ends. The third is the restarted engine: it runs each
+          whole prompt once. Every prompt is different text, so nothing in memory helps. Time runs from
+          token ids to the first token, on a loaded and warmed engine with the store open; medians. Stored
+          parts are whole blocks of 128 tokens, so the share is slightly less.
+Peers:    the same engine without a cache, and vLLM's own ExampleConnector, which finds a prompt only as a
+          whole: a share that leaves more than a block to compute is a miss there.
+Bound:    each hit equals the stored part, and each first token that of the engine without a cache; else
+          exit 1. (In bfloat16 a near tie may be resolved either way: other tokens are only counted.)
 Run:      python -m bench.engines.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--runs N] [--json] [--svg FOLDER] [--cold-disk]
-          vLLM needs an environment of its own: make test-engines builds it, or name a Python that can
-          import it with --vllm-python. Full runs take hours of two cores; run nothing beside them.
+          vLLM needs its own environment: make test-engines builds it, or give a Python that can import it
+          with --vllm-python. A full measurement takes hours of two cores of an idle machine.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one engine with one connector did with prompts of one length and share."""
+    """Result of one engine with one connector for prompts of one length and share."""
 
     engine: str
     connector: str
@@ -138,7 +138,7 @@ def summarise(
 
 
 def faults(rows: Sequence[Row], dtype: str) -> list[str]:
-    """Return sentences about what kvstore did not do as it must."""
+    """Return the violations of kvstore's bounds."""
     found = []
     for row in rows:
         where = f"{row.engine}, {row.prompt_tokens} tokens, {row.share:.0%} cached"
@@ -325,7 +325,7 @@ def encode(model: Path) -> list[int]:
 
 
 def job_maker(model: Path, dtype: str, folder: Path, max_tokens: int) -> Callable[..., Job]:
-    """Return what makes jobs of an engine, a connector and prompts."""
+    """Return a function that makes jobs of an engine, a connector and prompts."""
 
     def make(engine: str, connector: Connector, prompts: Sequence[Sequence[int]]) -> Job:
         return Job(
@@ -342,7 +342,7 @@ def job_maker(model: Path, dtype: str, folder: Path, max_tokens: int) -> Callabl
 
 
 def prompts_of(engine: str, chosen: Sequence[Case]) -> int:
-    """Return how many prompts the processes of an engine run in all."""
+    """Return the number of prompts that all processes of an engine run."""
     stores = len(CONNECTORS[engine]) - 1
     return len(chosen) * (1 + stores) + stores * sum(bool(case.cached) for case in chosen)
 
@@ -350,7 +350,7 @@ def prompts_of(engine: str, chosen: Sequence[Case]) -> int:
 def runner(
     python: Path, folder: Path, advance: Callable[[int, int], None], total: int
 ) -> Callable[[Job], list[First]]:
-    """Return what runs jobs, one after the other, under one progress bar."""
+    """Return a function that runs jobs in turn, under one progress bar."""
     done = 0
 
     def run(job: Job) -> list[First]:

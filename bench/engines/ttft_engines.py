@@ -1,7 +1,7 @@
-"""Engines as the bench of time to first token sees them, and the process that each one runs in.
+"""Engines of the benchmark of time to first token, each in its own process.
 
-Run as ``python -m bench.engines.ttft_engines JOB`` by the Python of an engine's own environment, so nothing is
-imported here before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
+``python -m bench.engines.ttft_engines JOB`` runs in the Python of an engine's own environment, so nothing is
+imported before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Literal, Protocol
 from typing_extensions import override
 
 Connector = Literal["none", "kvstore", "example"]
-"""What an engine keeps its prefix cache in, across restarts: nothing, kvstore, vLLM's example."""
+"""Stores of an engine's prefix cache across restarts: none, kvstore, vLLM's example."""
 WARM_UP_TOKENS = 200
 SETTLE_SECONDS = 0.5
-"""Rest after each prompt, so that what is stored in the background does not run into the next one."""
+"""Pause after each prompt, so that background stores do not overlap with the next one."""
 SSD_BYTES = "32GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process has to do."""
+    """Job of one process."""
 
     engine: str
     connector: Connector
@@ -35,7 +35,7 @@ class Job:
     """Folder of safetensors and config."""
     dtype: str
     store: str
-    """Folder for what outlives the process."""
+    """Folder for files that outlive the process."""
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     """The longest prompt, and a token more."""
@@ -64,11 +64,11 @@ class Engine(Protocol):
     """An engine with one model loaded. It is started once in a process, and the process ends with it."""
 
     def start(self, job: Job) -> None:
-        """Load the model, and open what the job's connector keeps."""
+        """Load the model, and open the store of the job's connector."""
         ...
 
     def first_token(self, prompt: Sequence[int]) -> First:
-        """Run a prompt, and choose the likeliest next token; keep what the connector keeps."""
+        """Run a prompt and return its most likely next token; the connector stores its blocks."""
         ...
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM connector that does nothing: the control of :mod:`bench.engines.vllm_overhead`."""
+"""vLLM connector that does nothing: the control of :mod:`bench.engines.vllm_overhead`."""
 
 from __future__ import annotations
 

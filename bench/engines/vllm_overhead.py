@@ -1,18 +1,16 @@
-"""What the connector costs vLLM: CPU seconds of the process per token, with it over without it.
+"""CPU time that the connector adds to vLLM, per token.
 
-Three engines run in processes of their own and take turns in changing order: one without a connector, one with
-a connector that does nothing, one with kvstore's. Each turn is a batch of prompts that none has seen. CPU seconds
-are those of all threads of a process, background saves and their commit included. A turn's ratios are taken
-within the turn, so what else the machine does between turns does not count. The connector that does nothing
-shows what of the difference is vLLM's own: it runs otherwise when it has one.
-
-* ``none``: no prompt has anything in common with another: the store only saves.
-* ``local``: nine tenths of each prompt are in vLLM's own prefix cache.
-
-Run:    python -m bench.engines.vllm_overhead [--json] [--turns 12] [--model FOLDER]
-Needs:  vLLM, and the demo's model unless another is named; some minutes, and nothing beside it.
-Shows:  for each case the median ratio of kvstore to none, of the idle connector to none, and of kvstore to the
-        idle connector, with the interval that holds it with 95 % confidence (order statistics).
+Question: how many CPU seconds per token does an engine use with kvstore's connector, relative to none?
+Method:   three engines in their own processes take turns in changing order: without a connector, with one
+          that does nothing, with kvstore's. Each turn is a batch of new prompts. CPU seconds are those of
+          all threads of a process, including background saves and commits. Ratios are taken within a
+          turn, so other load between turns does not count. ``none``: prompts share nothing, the store only
+          saves. ``local``: nine tenths of each prompt are in vLLM's own prefix cache.
+Bound:    the connector that does nothing: the part of the difference that is vLLM's own.
+Run:      python -m bench.engines.vllm_overhead [--json] [--turns 12] [--model FOLDER]
+          Prints per case the median ratios of kvstore to none, of the idle connector to none and of
+          kvstore to the idle connector, with 95 % intervals (order statistics). Needs vLLM and the demo's
+          model or another; some minutes of an idle machine.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def batch(case: str, turn: int, vocab: int) -> list[list[int]]:
 
 
 def connector(side: str, store: str) -> dict[str, Any]:
-    """Return what tells vLLM which connector to load."""
+    """Return vLLM's configuration of a connector."""
     from vllm.config import KVTransferConfig
 
     if side == "none":
@@ -119,7 +117,7 @@ class Engine:
         self._child = child
 
     def turn(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Run a batch and return what it cost."""
+        """Run a batch and return its cost."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(prompts) + "\n")

@@ -1,13 +1,14 @@
-"""Proof that a store changes nothing but the time: a real model in vLLM, with and without it.
+"""Equality of a vLLM engine's answers with and without a store.
 
-Fifty prompts of real text share prefixes. They are answered greedily by an engine without a store, by one with
-an empty store that is killed in the middle, by the next one over what is left, and by a third one that finds
-everything. All must give the same tokens. Then a block is damaged: the tokens must stay. Then blocks are
-forged, with every checksum right: the tokens must change, or the comparison could not have failed.
-
-Run:    python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
-Needs:  vLLM and the demo's model (requirements-demo.txt), a few minutes of two cores.
-Exits:  0 if all of this holds, 1 if not.
+Question: does a store change anything but the time?
+Method:   fifty prompts of real text share prefixes. They are answered greedily by an engine without a
+          store, one with an empty store that is killed midway, the next one over the same store, and a
+          third one that hits everything. Then a block is corrupted. Then blocks are forged with valid
+          checksums.
+Bound:    the same tokens from all, also with the corrupt block; other tokens with forged blocks, which
+          shows that the comparison can fail; else exit 1.
+Run:      python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
+          Needs vLLM and the demo's model (requirements-demo.txt); a few minutes of two cores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FOLDER = "rank-0-of-1"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one engine has to do."""
+    """Job of one engine."""
 
     model: str
     store: str | None
@@ -56,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt was continued with, and how many of its tokens were not computed."""
+    """Answer of a prompt, and the tokens of the prompt that were not computed."""
 
     tokens: tuple[int, ...]
     cached: int
@@ -188,7 +189,7 @@ def forge(frame_format: FrameFormat, mine: bytes, other: bytes) -> bytearray:
 
 
 def prove(model: str, count: int, new_tokens: int, folder: Path) -> dict[str, Any]:
-    """Run all engines and return what was seen."""
+    """Run all engines and return the results."""
     prompts = real_prompts(model, count)
     store = folder / "store"
     plain = Job(model, None, prompts, new_tokens)

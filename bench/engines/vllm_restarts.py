@@ -1,14 +1,14 @@
-"""What a restart of a vLLM server costs a store: nothing that was flushed, and so long an opening.
+"""Restarts of a vLLM server over a store: lost blocks, answers, and opening time.
 
-A server answers prompts over HTTP and gets SIGTERM in the middle of a request, as from systemd or Kubernetes.
-With vLLM's own default, ``--shutdown-timeout 0``, it kills its engine at once, so that no store is closed. Then
-the next server starts on the same folder. Before each signal the blocks are listed that a reader finds
-committed; after it they must all be there. Each prompt must be answered as before, out of the store as far as its
-blocks were committed. The opening is timed on a copy, once as the server left it and once after a clean close.
-
-Run:    python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
-Needs:  vLLM and the demo's model (requirements-demo.txt), or another model's folder; half a minute a round.
-Exits:  0 if nothing was lost and all answers were alike, 1 if not.
+Question: does a restart lose a committed block or change an answer, and how long does opening take?
+Method:   a server answers prompts over HTTP and gets SIGTERM during a request, as from systemd or
+          Kubernetes. With vLLM's default, ``--shutdown-timeout 0``, it kills its engine at once, so no store
+          is closed. The next server starts on the same folder. Before each signal a reader lists the
+          committed blocks. Opening is timed on a copy, as the server left it and after a clean close.
+Bound:    every listed block is there afterwards, and each answer is the same, from the store as far as its
+          blocks were committed; else exit 1.
+Run:      python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
+          Needs vLLM and the demo's model (requirements-demo.txt) or another; half a minute per round.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ START_SECONDS = 600.0
 """Most time for a server to start; on two busy cores it takes two minutes."""
 STOP_SECONDS = 120.0
 PATIENCE_SECONDS = 3.0
-"""When the client of the last request hangs up: vLLM's HTTP server waits for it, whatever its engine does."""
+"""Seconds after which the client of the last request disconnects: vLLM's HTTP server waits for it."""
 FILL_RUN = 16
 """Blocks of one sequence of filling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a prompt was continued with, and how many of its tokens were not computed."""
+    """Answer of a prompt, and the tokens of the prompt that were not computed."""
 
     tokens: tuple[int, ...]
     cached: int
@@ -97,7 +97,7 @@ class Row:
     lost_blocks: int
     """Committed blocks that were gone after the signal."""
     opening_seconds: float
-    """Of a copy of what the server left."""
+    """Of a copy of the store as the server left it."""
     clean_opening_seconds: float
     """Of that copy, once it was closed."""
     store_bytes: int
@@ -180,7 +180,7 @@ class Server:
         return time.monotonic() - begun
 
     def kill(self) -> None:
-        """End whatever is left of its process group."""
+        """Kill the rest of its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
@@ -200,7 +200,7 @@ def running(model: str, store: Path, ssd_bytes: str, log: Path, timeout: int) ->
 
 
 def format_of(folder: Path) -> StoreFormat:
-    """Return what a store holds."""
+    """Return the contents of a store."""
     return parse_format(read_format(folder))
 
 
@@ -208,7 +208,7 @@ def format_of(folder: Path) -> StoreFormat:
 def opened(
     folder: Path, role: Literal["owner", "reader"], ssd_bytes: str = "1TiB", tenant: str = ""
 ) -> Iterator[kvstore.PrefixCache]:
-    """Open a store of whatever layout."""
+    """Open a store of any layout."""
     found = format_of(folder)
     with kvstore.PrefixCache.open(
         folder,
@@ -229,7 +229,7 @@ def committed(folder: Path) -> set[bytes]:
 
 
 def was_closed(folder: Path) -> bool:
-    """Say whether a store's last owner closed it."""
+    """Return whether a store's last owner closed it."""
     with lmdb.open(str(folder), readonly=True, lock=False, max_dbs=16) as env:
         facts = env.open_db(b"sys", create=False)
         with env.begin() as txn:
@@ -337,7 +337,7 @@ def _ask_in_vain(server: Server, prompt: Sequence[int]) -> None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what was seen in all rounds."""
+    """Return the results of all rounds."""
     return {
         "reopened": len(rows) - 1,
         "closed": sum(row.was_closed for row in rows),

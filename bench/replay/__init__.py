@@ -1,1 +1,1 @@
-"""Cost and effect of bounded replay on the reference engine."""
+"""Benchmarks of bounded replay on the reference engine: cost and effect."""

@@ -1,22 +1,21 @@
-"""What bounded replay costs right after a hit, and over many turns that each replay again.
+"""Loss of bounded replay right after a hit, and over many turns that each replay.
 
 Question: is the first token after a hit predicted worse than by a cold run, which a mean over 32 tokens may
-          hide? And where each turn's entries come from a replayed window and are stored, so that the next
-          turn replays over them: do the errors add up?
-Method:   text that was never trained on, given and not chosen; ways and measures are those of
-          ``bench.replay.quality``. *Near*: hits as there, prompts that end one token after the hit, 32
-          tokens scored. *Drift*: conversations of ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits
-          what all turns before it stored, has one token of prompt and scores the rest. In a *chain* each
-          turn stores what it computed; *once* is the same turn over a cold run's entries. Chain less once,
-          both beside the cold run, is the excess: what the earlier turns' replays cost. The KL of the chain
-          beside once says how far they move predictions, whichever way. Slopes are those of least squares
-          over turns, a conversation; late means the last quarter of the turns. 95 % intervals: contexts or
-          conversations drawn again, with replacement.
-Bound:    0 bits. Two controls are exact and must reach it, but for the rounding of binary32, which may tip
-          the choice of an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and
-          of two windows stand around that of one.
+          hide? And if each turn stores entries computed from a replayed window, and the next turn replays
+          over them: do errors accumulate?
+Method:   held-out text, given and not sampled; ways and measures are those of ``bench.replay.quality``.
+          *Near*: prompts that end one token after the hit, 32 tokens scored. *Drift*: conversations of
+          ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits everything that earlier turns stored, has
+          one token of prompt and scores the rest. In a *chain* each turn stores its own entries; *once* is
+          the same turn over a cold run's entries. Chain less once, both beside the cold run, is the
+          excess: the cost of earlier turns' replays. The KL of the chain beside once is the size of the
+          change in either direction. Slopes are least squares over turns, per conversation; late is the
+          last quarter of the turns. 95 % intervals: contexts or conversations resampled with replacement.
+Bound:    0 bits. Two exact controls must reach it, up to binary32 rounding, which may change the choice of
+          an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and of two windows
+          bracket replay of one.
 Run:      python -m bench.replay.drift models/deep/model.npz --out FOLDER
-          What FOLDER has already is not run again.
+          Results that FOLDER has are not measured again.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ TURNS = 40
 TURN_TOKENS = 16
 """Half a window of the trained models, as 64 tokens are of the release's: short turns replay most often."""
 FIRST_HITS = range(256, 320, 2)
-"""Hits stand at every even place of a window. With all turns no more than the 1,024 trained tokens."""
+"""Hits are at every even position of a window. All turns together have at most the 1,024 trained tokens."""
 SUFFIX = 1
 """Tokens between a hit and the first that is scored."""
 LATE = 4
 """The last turns, one in so many, are called late."""
 PLOTTED_TURNS = 4
-"""Turns of one point of the plot: the mean of one turn says little by itself."""
+"""Turns per point of the plot: the mean of one turn is noisy."""
 ONCE = ", once"
 Numbers = NDArray[np.float64]
 
@@ -79,7 +78,7 @@ Numbers = NDArray[np.float64]
 
 
 def chains_of(config: ReferenceConfig) -> tuple[Way, ...]:
-    """Return the ways that every turn of a conversation goes; the controls are exact."""
+    """Return the ways of running every turn of a conversation; the controls are exact."""
     window = config.sliding_window
     halo = config.last_owner * (window - 1)
     return (
@@ -141,7 +140,7 @@ def conversations(text: NDArray[np.uint8], count: int, turns: int = TURNS) -> li
 def answered(
     bench: Bench, conversation: Conversation
 ) -> Iterator[tuple[Context, SequenceState, dict[str, Answer]]]:
-    """Yield each turn with the cold run's sequence and what every way makes of it."""
+    """Yield each turn with the cold run's sequence and the result of every way."""
     ways, chains = ways_of(bench.config), chains_of(bench.config)
     turns = conversation.turns
     cold = bench.cold(turns[-1])
@@ -192,7 +191,7 @@ def changed(own: SequenceState, cold: SequenceState, turn: Context) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """What one way costs beside the cold run in the tokens after a hit; bits a byte."""
+    """Cost of one way over the cold run in the tokens after a hit, in bits per byte."""
 
     loss_increase: Interval
     """Mean of ``SCORED_TOKENS``."""
@@ -204,7 +203,7 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What one chain costs; bits a byte. The excess is None for exact ways, which have no once.
+    """Cost of one chain in bits per byte. The excess is None for exact ways, which have no once.
 
     Shapes:
         lists have a mean for each turn.
@@ -231,7 +230,7 @@ class Drift:
 
 
 def near_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of every way right after a hit, from what each context gave."""
+    """Return the figures of every way right after a hit, from the results of each context."""
     found = {}
     for way in ways:
         own, cold = (
@@ -261,7 +260,7 @@ def slopes(values: Numbers) -> Numbers:
 
 
 def drift_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of every chain, from what each conversation gave."""
+    """Return the figures of every chain, from the results of each conversation."""
 
     def of(name: str, measure: str) -> Numbers:
         return np.array([row["ways"][name][measure] for row in rows])

@@ -1,12 +1,12 @@
-"""When a continuation from the cache equals the cold run, and by how much it differs when not.
+"""Exactness of a continuation from the cache, relative to a cold run.
 
-Question: a prompt of H + r tokens hits at H. Are the suffix's global entries and the logits those of a
+Question: a prompt of H + r tokens hits at H. Do the suffix's global entries and the logits equal those of a
           cold run, with the window from the pool (W or 2W - 2 rows), and after a replay?
 Method:   the reference engine in float64 through a real store; one line per suffix length r. The law
           (docs/decisions/0010): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
-          R rows; after a replay both differ, unless the hit is at most W tokens.
-          In float32 a value at a rounding border may tip over where products have other shapes: the FP4
-          codes of the suffix that differ are counted.
+          R rows; after a replay both differ, unless the hit is at most W tokens. In float32 a value at a
+          rounding boundary may change where products have other shapes: differing FP4 codes of the suffix
+          are counted.
 Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
 Run:      python -m bench.replay.exactness [--json]
 """

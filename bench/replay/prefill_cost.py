@@ -1,17 +1,17 @@
-"""What a prompt costs when the decoder runs over its last rows only.
+"""Cost of a prompt whose decoder runs over its last rows only.
 
-Question: how many multiply-adds and seconds does prefill take that runs the encoder over every token and
-          the decoder over the last W, beside one that runs all layers over all tokens? And after a hit,
-          with the replay of its last W tokens?
-Method:   multiply-adds are counted by torch's flop counter on the code that runs: every matrix product, by
-          its shape. (Norms, softmax and sorting are not counted, nor is what is read.) Both sides project
-          the last row to logits and no other. Seconds are the least of ``--rounds``, both sides in turn, on
-          one thread. ``--config full`` has 6 + 6 narrow layers with every system of the release that
-          computes in a prompt; ``attention`` the same without any; ``release`` the release's own layer
-          table, 20 + 20, W, top-k and candidates, over narrow layers.
-Bound:    half of the layers, and W of N tokens of the other half: (1 + W / N) / 2, where both halves cost
-          the same. They do not quite: decoder layers see an entry for every token, encoder layers one for
-          two, and the first of the decoder's owners makes its entries in both.
+Question: how many multiply-adds and seconds does prefill take with the encoder over every token and the
+          decoder over the last W, relative to all layers over all tokens? And after a hit, with a replay
+          of its last W tokens?
+Method:   torch's flop counter counts multiply-adds on the executed code: every matrix product, by its
+          shape (not norms, softmax, sorting and reads). Both sides project only the last row to logits.
+          Seconds are the minimum of ``--rounds``, both sides in turn, on one thread. ``--config full`` has
+          6 + 6 narrow layers with every part of the release that computes in a prompt; ``attention`` the
+          same without any; ``release`` the release's layer table, 20 + 20, W, top-k and candidates, over
+          narrow layers.
+Bound:    half of the layers, and W of N tokens of the other half: (1 + W / N) / 2, if both halves cost the
+          same. They differ slightly: decoder layers read an entry per token, encoder layers one per two,
+          and the first owner of the decoder makes its entries in both.
 Run:      python -m bench.replay.prefill_cost [--config release] [--out FOLDER] [--json]
 """
 
@@ -44,7 +44,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 TURN_TOKENS = 512
 """New tokens of the prompt after a hit."""
 CHUNK_TOKENS = 128
-"""Rows in one pass: what is gathered for them at once bounds memory."""
+"""Rows per pass, which bounds the memory of gathered entries."""
 
 NO_DRAFTS: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
@@ -105,14 +105,14 @@ class Prompt:
         return self._run(self._state(Floors.replay(0, 1)))
 
     def hit(self, before: SequenceState) -> Tensor:
-        """Run what is left after a hit without a window."""
+        """Run the rest of a prompt after a hit without a window."""
         hit = len(self._tokens) - TURN_TOKENS
         state = self._state(Floors.replay(hit, self._engine.config.sliding_window))
         state.entries.restore(before.entries.export(0, hit), hit)
         return self._run(state)
 
     def cold_state(self) -> SequenceState:
-        """Return a sequence whose entries are all written."""
+        """Return a sequence with all entries written."""
         state = self._state(Floors.replay(0, 1))
         self._run(state)
         return state
@@ -141,7 +141,7 @@ class Prompt:
 
 
 def parts(start: int, stop: int) -> list[tuple[int, int]]:
-    """Cut a range into pieces of ``CHUNK_TOKENS``."""
+    """Split a range into chunks of ``CHUNK_TOKENS``."""
     return list(itertools.pairwise([*range(start, stop, CHUNK_TOKENS), stop]))
 
 

@@ -1,19 +1,18 @@
-"""What it costs in quality to rebuild window KV by bounded replay, on a trained model.
+"""Loss of rebuilding window KV by bounded replay, on a trained model.
 
-Question: after a hit, how much worse is the next token predicted than by a cold run, for each way to get
-          the window back: from the pool, by a replay of 0 to 512 tokens, by exact halo replay? What does
-          it cost that the decoder starts at the last rows of the prompt? And what does FP4 cost?
-Method:   text that was never trained on. A context is a hit of H tokens, r more tokens of prompt, and
-          ``SCORED_TOKENS`` tokens that follow and are given, not chosen. H is even and otherwise anywhere in
-          ``HITS``, r in ``SUFFIXES``: hits stand at and between the boundaries of blocks of any size, prompts
-          end inside a group of two and at its end. Every way restores the same global entries, those of the
-          cold run. Loss, KL divergence and top-1 agreement are means over the scored tokens; each way is
-          beside the run that differs from it in one thing. 95 % intervals: the contexts drawn again, with
-          replacement, ``RESAMPLED`` times.
-Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it: those are run again
-          in binary64, where it can be told from rounding.
+Question: after a hit, how much worse is the next token predicted than by a cold run, for each source of the
+          window: the pool, a replay of 0 to 512 tokens, exact halo replay? What does it cost that the
+          decoder starts at the last rows of the prompt? And what does FP4 cost?
+Method:   held-out text. A context is a hit of H tokens, r more tokens of prompt, and ``SCORED_TOKENS``
+          tokens that follow, given and not sampled. H is even and otherwise anywhere in ``HITS``, r in
+          ``SUFFIXES``: hits are at and between block boundaries of any size, prompts end inside a group of
+          two and at its end. Every way restores the same global entries, those of the cold run. Loss, KL
+          divergence and top-1 agreement are means over the scored tokens; each way is compared with the
+          run that differs from it in one property. 95 % intervals: contexts resampled ``RESAMPLED`` times.
+Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it; they run again in
+          binary64, which separates errors from rounding.
 Run:      python -m bench.replay.quality models/deep/model.npz --out FOLDER
-          Contexts that FOLDER has already are not run again.
+          Contexts that FOLDER has are not measured again.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ DISTANCES = (1, 5, 9, 17, 33, 65, 97)
 RESAMPLED = 2000
 MILLIBITS = 1000
 LEAST_KL = 1e-3
-"""Millibits at which the plots begin: of the order of what binary32 adds."""
+"""Millibits at which the plots begin: of the order of binary32 rounding."""
 EXACT_CONTEXTS = 20
 SEED = 7
 MEASURES = ("loss", "kl", "agreement")
@@ -64,22 +63,22 @@ MEASURES = ("loss", "kl", "agreement")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to go on after a hit, or to run cold."""
+    """One way to continue after a hit, or to run cold."""
 
     name: str
     beside: str = "cold"
     """The way that it is compared with."""
     encoder: int | None = None
-    """Tokens of the hit that run again through the encoder; None: all that a cold run runs."""
+    """Tokens of the hit that the encoder replays; None: all that a cold run computes."""
     pool: int | None = None
-    """Window rows from the pool. Then only what the decoder needs runs again."""
+    """Window rows from the pool; only the decoder's inputs are replayed then."""
     decoder: int | None
-    """Tokens of the prompt that run through the decoder; None: all. One always does."""
+    """Tokens of the prompt that run through the decoder, at least one; None: all."""
     is_below_decoder: bool = False
     """``encoder`` counts from the decoder's first row, where that lies below the hit."""
     is_bf16: bool = False
     is_exact: bool = False
-    """It must be what it is compared with."""
+    """The way must equal its reference."""
 
 
 def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
@@ -192,7 +191,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one way made of a context.
+    """Result of one way for a context.
 
     Shapes:
         logits ``[scored, vocab]``.
@@ -219,7 +218,7 @@ class Bench:
             self._models[is_bf16] = engine.model
 
     def logits(self, context: Context, ways: Sequence[Way]) -> dict[str, Tensor]:
-        """Return what each way says of the scored tokens, ``[scored, vocab]``."""
+        """Return the predictions of each way for the scored tokens, ``[scored, vocab]``."""
         found = {}
         for is_bf16 in self._models:
             chosen = [way for way in ways if way.is_bf16 == is_bf16]
@@ -242,7 +241,7 @@ class Bench:
         cold: Run,
         sources: Mapping[str, SequenceState],
     ) -> dict[str, Answer]:
-        """Return what each way makes of a context; all have entries of one format.
+        """Return the result of each way for a context; all have entries of one format.
 
         ``cold`` ran the context's tokens, and maybe more. ``sources`` names the sequence that a way
         takes the hit's entries and window from, where that is another than the cold run.
@@ -354,7 +353,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one way costs beside another."""
+    """Cost of one way over another."""
 
     beside: str
     loss: Interval
@@ -385,7 +384,7 @@ def interval_where(values: NDArray[np.float64], is_in: NDArray[np.bool_]) -> Int
 
 
 def summarise(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return every figure of every way, from what each context gave."""
+    """Return every figure of every way, from the results of each context."""
     scored = {
         way.name: {
             name: np.array([row["ways"][way.name][name] for row in rows]) for name in MEASURES
@@ -430,7 +429,7 @@ def exact_differences(bench: Bench, chosen: Sequence[Context]) -> dict[str, floa
 def measured(
     bench: Bench, chosen: Sequence[Context], stored: Path, digest: str, ways: Sequence[Way] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each context gives, by default in all ways; known ones come from ``stored``."""
+    """Yield the results of each context, by default of all ways; known ones come from ``stored``."""
     ways = ways or bench.ways
 
     def measure(context: Context) -> dict[str, Any]:
@@ -450,7 +449,7 @@ def remembered(
     keys: Sequence[bytes],
     stored: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Yield what ``measure`` gives for each; what was measured before comes from a file of JSON lines.
+    """Yield the result of ``measure`` for each; earlier results come from a file of JSON lines.
 
     ``keys`` says all that decides what each gives.
     """

@@ -1,17 +1,16 @@
-"""A small DeepSeek-V4.1-shaped model, trained from scratch on real text.
+"""Training of a small DeepSeek-V4.1-shaped model on real text.
 
-Question: what does bounded replay cost a *trained* model? This makes the models that it is asked of:
-          two depths, since what a shortened window loses grows with every layer above it.
-Method:   bytes as tokens, out of the Python files of the standard library: one file in 20, chosen by the
+Question: what does bounded replay cost a *trained* model? This makes the models for that measurement: two
+          depths, as the loss of a shortened window grows with every layer above it.
+Method:   bytes as tokens, from the Python files of the standard library; one file in 20, chosen by the
           digest of its name, is held out. The forward pass is that of the reference engine: sparse
-          attention from the first step, FP4 entries, top-k and candidates, rounding straight through in
-          the backward pass. Indexers learn, beside it, to say where attention went. Every batch follows
-          from the seed and the step, so a run that is stopped goes on as if it had not been.
-Bound:    0 bits is perfect, 8 bits a byte is knowing nothing.
+          attention from the first step, FP4 entries, top-k and candidates, straight-through rounding in
+          the backward pass. Indexers learn to predict the attention. Every batch follows from the seed and
+          the step, so an interrupted training continues without a difference.
+Bound:    0 bits per byte is perfect, 8 bits is uniform guessing.
 Run:      python -m bench.replay.train --depth deep --out models/deep
-
-It writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (all there is to go on from)
-and ``model.npz``: float16 tensors by name, to be kept. Nothing is pickled.
+          Writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (the complete state)
+          and ``model.npz`` (float16 tensors by name). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 """AdamW and the largest gradient norm, as language models of this family are trained with."""
 HELD_OUT_BATCHES = 4
 SMOOTHED_STEPS = 10
-"""Steps of one point of the curve: a batch of few sequences says little by itself."""
+"""Steps per point of the curve: a batch of few sequences is noisy."""
 TABLE = "table"
 
 SYSTEMS = {
@@ -92,7 +91,7 @@ DEPTHS = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a model is trained. All of it decides the result, so a run goes on only with the same."""
+    """Training options. All affect the result, so a training continues only with the same options."""
 
     depth: str
     steps: int
@@ -139,7 +138,7 @@ def batch_of(
 
 
 class Trainee:
-    """A model whose tensors learn."""
+    """A model with trainable tensors."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.config = DEPTHS[schedule.depth]
@@ -202,7 +201,7 @@ class Trainee:
         write_arrays(path, arrays)
 
     def load_state(self, path: Path, schedule: Schedule) -> int:
-        """Take a state up; return the step to go on with.
+        """Restore a state; return the next step.
 
         Raises:
             ValueError: if it belongs to another schedule.
@@ -232,7 +231,7 @@ class Trainee:
 
 
 def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceConfig, Weights]:
-    """Return what ``save_model`` wrote, for an engine of seed 0; its tables go to that folder.
+    """Return the model that ``save_model`` wrote, for an engine of seed 0; its tables are in that folder.
 
     The numbers that were trained were not rounded to float16; a config names all else.
     """
@@ -250,7 +249,7 @@ def load_model(path: Path, tables: Path, dtype: torch.dtype) -> tuple[ReferenceC
 
 
 def write_arrays(path: Path, arrays: dict[str, NDArray[np.generic]]) -> None:
-    """Write arrays by name; the file is there whole or as it was before."""
+    """Write arrays by name, atomically."""
     with written(path, PUBLIC) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
@@ -291,7 +290,7 @@ def draw(log: list[dict[str, float]]) -> str:
 
 
 def train(schedule: Schedule, out: Path, save: int, stop: int) -> None:
-    """Train up to step ``stop``, going on where the last run ended."""
+    """Train up to step ``stop``, from the end of the last training."""
     out.mkdir(parents=True, exist_ok=True)
     trained, held_out = read_text()
     trainee, step = Trainee(schedule), 0

@@ -1,1 +1,1 @@
-"""Speed and accuracy of the simulator."""
+"""Benchmarks of the simulator: speed and accuracy."""

@@ -1,4 +1,4 @@
-"""What the simulator is held against: blocks one by one."""
+"""Reference model of the simulator: a cache block by block."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LeafFirst:
             self._push(other)
 
     def request(self, path: list[int], now: int) -> int:
-        """Look a path up, store what is missing of it, and return how much was there."""
+        """Look up and store a chain; return its hit in blocks."""
         hit, parent = 0, None
         while hit < len(path) and (block := self._cached.get(path[hit])) is not None:
             block.used, parent = now, block

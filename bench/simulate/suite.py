@@ -1,14 +1,14 @@
-"""The simulator beside others: accuracy against them, CPU time against them.
+"""Accuracy and CPU time of the simulator beside other simulators.
 
-Question: does it give the ratios that other tools and the definitions give, and at what cost?
-Method:   the same traces through libCacheSim and kvcache-simulator where they are installed, in the
-          interpreter given with --peers; CPU seconds of one process, parsing included on our side
-          alone. libCacheSim runs with hashpower=18: its default of 24 is several times slower.
-Bound:    a limit for each figure: accuracy in shares of all blocks, cost as a ratio to the peer of the
-          same run. What must agree exactly has the limit 0.
+Question: does it give the ratios of other tools and of the definitions, and at what cost?
+Method:   the same traces in libCacheSim and kvcache-simulator, if installed in the interpreter of
+          --peers; CPU seconds of one process, with parsing only on our side. libCacheSim has
+          hashpower=18: its default of 24 is several times slower.
+Bound:    a limit per figure: accuracy in shares of all blocks, cost as a ratio to the peer of the same
+          run. Values that must agree exactly have the limit 0.
 Run:      python -m bench.simulate --traces FOLDER [--peers PYTHON] [--only A6,P1] [--json]
-Needs:    the folder with mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others;
-          P4 a trace of 81 million references and a process of its own, so it runs in a child.
+          FOLDER has mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others; P4 needs
+          a trace of 81 million references, and its own process for its peak memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from bench.simulate.models import leaf_first
 from kvstore.output.sizes import Size, size_of
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.path_index import simulate_policy
-from kvstore.simulate.run import Simulation, simulate
+from kvstore.simulate.recommendation import OPTIMAL
+from kvstore.simulate.report import make_report
+from kvstore.simulate.run import SimulateOptions, Simulation
+from kvstore.simulate.trace_index import simulate_policy
 from kvstore.trace.columns import Trace
 from kvstore.trace.info import info
 from kvstore.trace.reading import read
@@ -140,7 +141,7 @@ def cpu(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def handed(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Write a trace's blocks where a peer can read them."""
+    """Write a trace's blocks to files for a peer."""
     with tempfile.TemporaryDirectory() as folder:
         ids, offsets = Path(folder) / "ids", Path(folder) / "offsets"
         trace.blocks.astype(np.int64).tofile(ids)
@@ -164,7 +165,7 @@ def peer(python: Path, trace: Trace, **job: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure and what it may be at most."""
+    """A figure and its limit."""
 
     bar: str
     what: str
@@ -174,7 +175,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Say whether the figure is within its limit."""
+        """Return whether the figure is within its limit."""
         return abs(self.found) <= self.limit
 
     def __str__(self) -> str:
@@ -204,7 +205,7 @@ class Bench:
         return trace
 
     def _rival(self, name: str) -> tuple[dict[str, Any], float]:
-        """Run kvcache-simulator; return what it found, and our wall time over its better one."""
+        """Run kvcache-simulator; return its result, and our wall time over its better one."""
         assert self.python is not None
         with tempfile.TemporaryDirectory() as scratch:
             plain = Path(scratch) / "trace.jsonl"
@@ -225,7 +226,9 @@ class Bench:
             start = time.perf_counter()
             simulation = Simulation(read(plain))
             sizes = [Size(point["cacheBlocks"], 0) for point in found["points"]]
-            simulate(simulation, ("fifo", "lru", OPTIMAL), sizes, window="last_half")
+            policies = ("fifo", "lru", OPTIMAL)
+            options = SimulateOptions(policies=policies, sizes=sizes, interval="last_half")
+            make_report(simulation, options)
             ours = time.perf_counter() - start
         return found, ours / min(walls)
 
@@ -266,7 +269,7 @@ def points(bench: Bench, bar: str, wanted: str) -> Bars:
 
 
 def against_blocks(bench: Bench, bar: str, policy: str, rank: Callable[[Any], Any]) -> Bars:
-    """Hold a policy against a loop over single blocks."""
+    """Compare a policy with a loop over single blocks."""
     limit = 0.002 if bar == "A4" else SIX_DIGITS
     for name in SMALL:
         simulation = bench.simulation(name)
@@ -288,17 +291,17 @@ def a1(bench: Bench) -> Bars:
 
 
 def a2(bench: Bench) -> Bars:
-    """A cache without bounds: what was asked for before is hit."""
+    """An infinite cache: every block requested before hits."""
     for name in (*SMALL, WEKA):
         trace = bench.trace(name)
         seen = np.zeros(trace.distinct_blocks, np.bool_)
         again = 0
         for request in range(len(trace)):
-            path = trace.path(request)
+            path = trace.chain(request)
             again += int(seen[path].sum())
             seen[path] = True
-        found = int(bench.simulation(name).ceiling_hits().sum())
-        yield Bar("A2", f"ceiling, {name}", (found - again) / trace.references, SIX_DIGITS)
+        found = int(bench.simulation(name).infinite_cache_hits().sum())
+        yield Bar("A2", f"infinite cache, {name}", (found - again) / trace.references, SIX_DIGITS)
 
 
 def against_rival(bench: Bench, bar: str, policy: str) -> Bars:
@@ -393,9 +396,9 @@ def against_reverse(bench: Bench, bar: str, names: Sequence[str], limit: float) 
 
 
 def a7b(bench: Bench) -> Bars:
-    """Policies on prefixes beside flat ones that are told of the last block first.
+    """Policies on prefixes beside flat ones that see the last block of a request first.
 
-    The peer may evict a head and strand what hangs on it, ours never does. So ours hit more.
+    The peer may evict a first block and strand its children; the simulator never does. So it hits more.
     """
     if bench.python is not None:
         names = ("arc", "clock", "s3fifo", "gdsf", "2q")
@@ -414,11 +417,11 @@ def a8(bench: Bench) -> Bars:
 
 
 def a9(bench: Bench) -> Bars:
-    """The curve is what the policy does, request by request."""
+    """The curve equals the policy, request by request."""
     for name in (*SMALL, WEKA):
         simulation = bench.simulation(name)
         differs = sum(
-            simulate_policy(simulation.rows, make_policy("lru"), size)
+            simulate_policy(simulation.chain_lists, make_policy("lru"), size)
             != simulation.curve.hits(size).tolist()
             for size in sizes_of(simulation.trace, SPEED_SIZES)
         )
@@ -439,7 +442,8 @@ def ten_policies(bench: Bench, name: str) -> tuple[float, float, float, dict[str
         for size in sizes:
             simulation.row("lru", size)
 
-    ours = cpu(lambda: simulate(Simulation(read(path)), tuple(SPEED), sizes))
+    options = SimulateOptions(policies=tuple(SPEED), sizes=sizes)
+    ours = cpu(lambda: make_report(Simulation(read(path)), options))
     assert bench.python is not None
     blocks = [size.blocks for size in sizes]
     theirs = peer(bench.python, trace, what="speed", policies=list(SPEED.values()), sizes=blocks)
@@ -467,18 +471,12 @@ def p2(bench: Bench) -> Bars:
 
 
 def p4(bench: Bench) -> Bars:
-    """81 million references: what info says, and LRU at every size."""
+    """81 million references: statistics, and LRU at every size."""
     path = bench.path(LARGE)
     if not path.exists():
         return
-    command = [
-        sys.executable,
-        "-m",
-        "bench.simulate",
-        "--traces",
-        str(bench.folder),
-        "--large",
-    ]
+    folder = str(bench.folder)
+    command = [sys.executable, "-m", "bench.simulate", "--traces", folder, "--large"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)

@@ -1,12 +1,12 @@
-"""What simulated tiers and windows cost, and whether times to live say what others measured.
+"""Cost of simulated tiers and windows, and accuracy of window TTLs.
 
-Question: how many CPU seconds do three tiers take, and how many turns does a time to live keep?
-Method:   one process, CPU seconds of the simulation alone, a tier of 1, 5 and 20 % of the distinct
-          blocks; windows of 128 tokens without a budget, as a share of those that any would keep.
-Bound:    shares of the gaps between calls of the same sessions, and of reuse weighed by tokens, as
-          they were measured on the traces themselves.
+Question: how many CPU seconds do three tiers take, and how many turns does a TTL keep from replay?
+Method:   one process, CPU seconds of the simulation alone, tiers of 1, 5 and 20 % of the distinct blocks;
+          windows of 128 tokens without a budget, relative to an infinite TTL.
+Bound:    shares of the gaps between calls of the same sessions, and of reuse weighted by tokens, as
+          measured on the traces themselves.
 Run:      python -m bench.simulate.tiers --traces FOLDER
-Needs:    the folder with weka_claude_code_48.jsonl.zst and mooncake_conversation.jsonl.zst.
+          FOLDER has weka_claude_code_48.jsonl.zst and mooncake_conversation.jsonl.zst.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ def tiers(path: Path) -> None:
 def windows(path: Path, block_tokens: int, measured: dict[int, float], key: str) -> None:
     simulation = Simulation(read(path, Options(block_tokens=block_tokens)))
     found = window_report(
-        simulation.trace, simulation.ceiling_hits(), Windows(128, 300.0), 0, tuple(measured)
+        simulation.trace, simulation.infinite_cache_hits(), Windows(128, 300.0), 0, tuple(measured)
     )
-    most = found["curve"][-1][key]
-    for point in found["curve"][:-1]:
-        share = point[key] / most
-        gap = measured[int(point["ttl_seconds"])]
+    *points, infinite = found.curve
+    for point in points:
+        assert point.ttl_seconds is not None
+        kept = getattr(point, key)
+        share = kept / getattr(infinite, key)
+        gap = measured[int(point.ttl_seconds)]
         print(
-            f"{simulation.trace.name}, {point['ttl_seconds']:g} s: {point[key]:.3f} kept, "
+            f"{simulation.trace.name}, {point.ttl_seconds:g} s: {kept:.3f} kept, "
             f"{share:.3f} of what any would keep; measured on the trace: {gap:.3f}"
         )
 

@@ -1,14 +1,14 @@
-"""How much window KV would add to what is persisted, at the turn lengths of real traffic.
+"""Window KV as a share of persisted bytes, at the turn lengths of recorded traffic.
 
 Question: DeepSeek-V4.1 persists a quarter of V4's global KV and no window KV, "an eighth" in all. A store
-          that keeps windows writes two snapshots a turn, whatever the turn's length. So which traffic
-          gives 7/8, and what would windows add to V4.1?
+          that keeps windows writes two snapshots per turn of any length. Which traffic gives 7/8, and what
+          would windows add to V4.1?
 Method:   a turn is one request. Its new tokens are those of blocks that no earlier prompt had: an answer
-          counts in the prompt that brings it back. In a trace of lengths alone nothing is known to come
-          back, so prompt and answer are new. A request that brings nothing new is no turn: what it would
-          write is there. Bytes are those of ``kvstore footprint``.
-Bound:    what is saved depends on the mean of new tokens a turn, and on nothing else of a trace.
-Run:      python -m bench.simulate.turns ../shared/traces [--json]
+          counts in the prompt that contains it. In a trace of lengths only, reuse is unknown, so prompt
+          and answer are new. A request without new tokens is no turn: its snapshots exist. Bytes are
+          those of ``kvstore footprint``.
+Bound:    the saving depends only on the mean of new tokens per turn.
+Run:      python -m bench.simulate.turns FOLDER [--json]
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def new_tokens(trace: Trace) -> Ints:
 
 
 def measure(path: Path, longest: float) -> Row:
-    """Return what one trace has."""
+    """Return the turns of one trace."""
     trace = read(path)
     turns = new_tokens(trace)
     turns = turns[turns > 0]
@@ -98,7 +98,7 @@ def mixes(rows: list[Row], longest: float) -> list[tuple[str, str, float]]:
 
 
 def draw(rows: list[Row], longest: float) -> str:
-    """Return what is saved against the mean of a turn, as SVG."""
+    """Return the saving by mean turn length, as SVG."""
     here, before = kvstore.layout(HERE), kvstore.layout(BEFORE)
     curve = []
     for turn in np.geomspace(10, 20_000, 60):

@@ -1,1 +1,1 @@
-"""Speed, space and peers of the SSD tier."""
+"""Benchmarks of the SSD tier: speed, space and peers."""

@@ -1,18 +1,17 @@
-"""What compressing a real model's keys and values at rest saves, and what it costs in time.
+"""Savings and cost of compressing a real model's keys and values at rest.
 
-Question: how many bytes does zstd save of bfloat16 keys and values that are split into byte planes, and how
-          fast is it, next to other splits, to zstd alone, to packing as NVFP4, and to memcpy?
+Question: how many bytes does zstd save of bfloat16 keys and values split into byte planes, and how fast is
+          it, relative to other splits, to zstd alone, to NVFP4, and to memcpy?
 Method:   SmolLM2-135M-Instruct on text that ships with CPython (bench/codec/quality.py); its keys and values,
           computed in float32 and rounded to bfloat16, in blocks of 128 tokens. "split" rows compress one
-          group of a block, all layers in one call: what a split makes of it is in the bytes saved, and
-          its own time, in NumPy, in the speeds. "frame" rows go from entries to a frame and back, with all
-          checksums, as a store does. Speeds are bytes of bfloat16 a second of the thread's processor time,
-          so that others' work counts less; medians over blocks and rounds. Ratios are medians of pairs with
-          a memcpy of as many bytes.
-Peers:    zstd of the bytes as they are; NVFP4 of the same block, which loses; the frame as it is.
-Bound:    memcpy. Whatever is lossless is compared with its source first, else this exits 1.
+          group of a block, all layers in one call; the NumPy time of the split is in their speeds. "frame"
+          rows convert entries to a frame and back, with all checksums, as a store does. Speeds are bytes
+          of bfloat16 per second of the thread's CPU time, so that other load counts less; medians over
+          blocks and rounds. Ratios are medians of pairs with a memcpy of as many bytes.
+Peers:    zstd of the unsplit bytes; NVFP4 of the same block, which is lossy; the uncompressed frame.
+Bound:    memcpy. Lossless results are compared with their source first, else exit 1.
 Run:      python -m bench.ssd.at_rest [--blocks 8] [--rounds 5] [--json]
-          It takes a minute or two.
+          Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What the top bytes of single layers save, as a share of all bytes."""
+    """Saving in the top bytes of single layers, as a share of all bytes."""
 
     of: str
     least: float
@@ -84,7 +83,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Numbers as what is compressed and what is kept as it is, and back."""
+    """Split of numbers into compressed and uncompressed bytes, and its inverse."""
 
     name: str
     apart: Callable[[Numbers], tuple[Bytes, Bytes]]
@@ -314,7 +313,7 @@ def real_blocks(count: int) -> tuple[Layout, Blocks]:
 
 
 def of_layers(name: str, blocks: Blocks) -> Layers:
-    """Return what the layers of a group save, each compressed by itself."""
+    """Return the savings of the layers of a group, each compressed separately."""
     packer = zstandard.ZstdCompressor(compression_params=HUFFMAN)
     shares = []
     for layer in range(len(blocks[0][name])):

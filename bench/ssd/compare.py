@@ -1,4 +1,4 @@
-"""The peers of the SSD tier, side by side: the same blocks, batches, syncs and checks for each."""
+"""Peers of the SSD tier, measured with the same blocks, batches, syncs and checks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Contender:
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured of one peer. Seconds are of one batch, one run of blocks, one block."""
+    """Figures of one peer. Seconds are per batch, per run of blocks, per block."""
 
     sync: str = ""
     missing: str = ""
@@ -97,7 +97,7 @@ class PeerRow:
 
     peer: str
     sync: str
-    """How a batch becomes durable, or what to install where the peer is missing."""
+    """How a batch becomes durable, or the package to install for a missing peer."""
     gb_per_s: dict[str, float]
     """By phase: batches of 64 blocks when storing, runs of 32 when loading."""
     low_gb_per_s: dict[str, float]

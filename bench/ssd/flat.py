@@ -1,7 +1,7 @@
-"""kvstore's SSD tier as a store of flat blocks: what it costs without prompts and an index.
+"""kvstore's SSD tier as a store of flat blocks, without prompts and an index.
 
-Blocks hang on each other as those of one long prompt, in the order of their numbers, for that is how a
-tier is used; their token ids are all zero.
+Blocks are the chain of one long prompt, in the order of their numbers, as a tier is used; their token ids
+are all zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Block = NDArray[np.uint8]
 
 
 def flat_layout(block_bytes: int) -> Layout:
-    """Return a layout whose block is that many bytes in one part."""
+    """Return a layout with blocks of this many bytes in one part."""
     group = LayerGroup(
         name="block",
         layers=(0,),
@@ -109,5 +109,5 @@ class FlatTier:
 
 
 def _hash_of(number: int) -> BlockHash:
-    """Return what stands for a block's hash: its key and zeros; all zero above the first one."""
+    """Return a substitute for a block's hash: its key and zeros; all zero above the first block."""
     return BlockHash(key_of(number).ljust(32, b"\0") if number >= 0 else bytes(32))

@@ -1,4 +1,4 @@
-"""Looking up a long prefix, opening a large store, and what the index takes in memory."""
+"""Index sections of ``python -m bench.ssd``: look-up of a long prefix, opening a large store, memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ OPENINGS = 3
 """Most openings of each kind: one takes seconds, and they differ little."""
 INDEX_BAR_BYTES = 40.0
 TREE = Path(__file__).parents[1] / "data" / "weka_48_segments.json"
-"""The prefix tree of a public trace, without its tokens; what it is from is its ``source``."""
+"""Prefix tree of a public trace, without its tokens; ``source`` names the trace."""
 CAPACITY = 64 << 30
-"""Nothing is evicted below it; the file takes what is in it."""
+"""Capacity below which nothing is evicted; the file is as large as its contents."""
 _RECORDS = 50_000
 """Records of one transaction while a store is made up."""
 _WINDOW = 1 << 27
@@ -52,7 +52,7 @@ Tree = Sequence[tuple[int, int]]
 
 
 def one_byte_layout() -> Layout:
-    """Return the smallest layout: neither look-up nor opening depends on what is stored."""
+    """Return the smallest layout: look-up and opening do not depend on the payload."""
     group = LayerGroup(name="b", layers=(0,), values=1, entry_format="u8")
     return Layout(model="one byte a token", groups=(group,))
 
@@ -105,7 +105,7 @@ def lookup(blocks: int, folder: Path, rounds: int, advance: Advance) -> list[Row
 def in_turn(
     works: Sequence[Callable[[], object]], rounds: int, advance: Advance
 ) -> list[list[float]]:
-    """Do every work once unmeasured, then ``rounds`` times in changing order; return the seconds."""
+    """Run each task once unmeasured, then ``rounds`` times in changing order; return the seconds."""
     for work in works:
         work()
     found: list[list[float]] = [[] for _ in works]
@@ -356,6 +356,6 @@ def tree_of(requests: Iterable[Sequence[int]]) -> Tree:
 
 
 def write_tree(tree: Tree, source: str, block_tokens: int, path: Path) -> None:
-    """Write a tree down, with what it is from."""
+    """Write a tree with its source."""
     text = {"source": source, "block_tokens": block_tokens, "segments": tree}
     path.write_text(json.dumps(text, separators=(",", ":")) + "\n", encoding="utf-8")

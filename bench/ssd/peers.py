@@ -1,8 +1,8 @@
-"""Stores of blocks by key, each in a process of its own, doing the same work: what ``bench.ssd.suite`` compares.
+"""Block stores by key, each in its own process with the same work, for ``bench.ssd.suite``.
 
-Run as ``python -m bench.ssd.peers NAME`` by a Python that can import the peer. It reads one job a line
-as JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and
-nothing of kvstore but for kvstore's own rows.
+``python -m bench.ssd.peers NAME`` runs in a Python that can import the peer. It reads one job per line as
+JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and kvstore only
+for kvstore's own rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POOL_BLOCKS = 256
 """Different blocks; later ones are the same again under new keys. None of these stores looks for that."""
 WAIT_SECONDS = 60.0
 SLACK = 4
-"""Caps are this many times what is stored, so that nothing is evicted."""
+"""Capacity as a multiple of the stored bytes, so that nothing is evicted."""
 SQLITE_PAGE_BYTES = 16_384
 """Seven pages hold a block of 113,920 bytes with 1 % to spare; 64 KiB pages would waste 15 %."""
 SQLITE_MAPPED_BYTES = 2**31 - 65_536
@@ -41,7 +41,7 @@ SQLITE_MAPPED_BYTES = 2**31 - 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What all peers store."""
+    """Blocks that all peers store."""
 
     folder: str
     blocks: int
@@ -54,15 +54,15 @@ class Peer(ABC):
     """Blocks of one size by key. ``put`` returns when all of them survive power loss."""
 
     module = ""
-    """What its Python must be able to import."""
+    """Module that its Python must import."""
     pip = ""
-    """What to install where that is missing."""
+    """Package to install if the module is missing."""
     sync = ""
     """How a batch becomes durable."""
     verifies = False
     """Whether ``get`` itself checks an xxh3_64 of the payload; else the bench does, in the same time."""
     reopens = True
-    """Whether what was stored is found by a new process."""
+    """Whether a new process finds stored blocks."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -205,7 +205,7 @@ class Sqlite(Peer):
 
 
 class RocksDb(Peer):
-    """RocksDB, one synced write batch a batch, nothing compressed: packed entries do not shrink."""
+    """RocksDB, one synced write batch per batch, uncompressed: quantized entries do not shrink."""
 
     module, pip = "rocksdict", "pip install rocksdict"
     sync = "synced write-ahead log"
@@ -383,7 +383,7 @@ class KVStoreTier(Peer):
 
 
 class KVStoreBlocks(Peer):
-    """kvstore's ``BlockStore``: what SGLang and LMCache use of it."""
+    """kvstore's ``BlockStore``, as SGLang and LMCache use it."""
 
     sync = "one transaction and a sync"
     verifies = True
@@ -448,7 +448,7 @@ def whole(found: int | None, expected: int, what: str = "read") -> None:
 
 
 class Worker:
-    """One peer at work. Each job is a method; what it returns goes back as JSON."""
+    """Server of one peer. Each job is a method; its result is returned as JSON."""
 
     def __init__(self, kind: type[Peer]) -> None:
         self._kind = kind
@@ -458,7 +458,7 @@ class Worker:
         self._sums: list[int] = []
 
     def prepare(self, **shape: Any) -> dict[str, Any]:
-        """Make an empty store, and the blocks to put there; or say what cannot be imported."""
+        """Make an empty store and its blocks, or return the module that cannot be imported."""
         module = self._kind.module
         if module and find_spec(module) is None:
             return {"missing": module}
@@ -503,7 +503,7 @@ class Worker:
         return {"seconds": found}
 
     def _checked(self, blocks: Sequence[Block] | Block, numbers: Sequence[int]) -> None:
-        """Compare checksums: what kvstore does by itself, so that nobody wins by leaving it out."""
+        """Compare checksums, as kvstore does itself, so that no peer gains by omitting them."""
         for block, number in zip(blocks, numbers, strict=True):
             if xxhash.xxh3_64_intdigest(block.data) != self._sums[number % len(self._pool)]:
                 raise RuntimeError(f"block {number} came back with another checksum")
@@ -516,14 +516,14 @@ class Worker:
         return {}
 
     def acquire(self) -> dict[str, Any]:
-        """Open again what was let go of."""
+        """Reopen the closed store."""
         shape, peer = self._open()
         if peer.reopens:
             self._peer = self._kind(shape)
         return {}
 
     def close(self) -> dict[str, Any]:
-        """Close the store; return what its folder takes on disk."""
+        """Close the store; return the size of its folder on disk."""
         shape, peer = self._open()
         peer.close()
         self._peer = None

@@ -1,4 +1,4 @@
-"""Filling, steady state, warm and cold loads of the SSD tier, beside what the machine itself does.
+"""Store sections of ``python -m bench.ssd``: fill, steady state, warm and cold loads, beside the machine.
 
 Every figure includes verification: frames are sealed with their checksums when they are written, and
 head and payload are checked when they are read.

@@ -1,14 +1,14 @@
-"""How fast and how small the SSD tier is, beside the machine itself and beside other stores.
+"""Speed and size of the SSD tier, beside the machine and other stores.
 
-Question: what do a durable store, a warm and a cold load, and a look-up cost, and what lies on disk?
+Question: what do a durable store, a warm and a cold load, and a look-up cost, and how large are the files?
 Method:   interleaved pairs in changing order, the median of the pairs' ratios. The same blocks for all,
-          64 a commit, each durable before the next; what is read is verified, in every figure.
+          64 per commit, each durable before the next; every figure includes verification of the reads.
 Peers:    a file per block, safetensors per block, SQLite, RocksDB, LMCache's local disk backend and
           SGLang's file backend, each with the same sync per batch and the same checksum on reading.
 Bound:    pwrite + fdatasync of the same bytes; memcpy of them; O_DIRECT reads of the same blocks.
 Run:      python -m bench.ssd [fill steady warm shared cold lookup open index peers] [--blocks N] [--pairs N]
           [--dir DIR] [--lmcache-python PATH] [--sglang-python PATH] [--trace FILE] [--json]
-          [--svg FOLDER]. Run nothing beside it. What each figure means is in docs/ssd.md.
+          [--svg FOLDER]. Needs an idle machine. docs/ssd.md explains each figure.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What many tenants cost a store that holds few: time, room and opening.
+"""Cost of many tenants in a store that holds few: time, space and opening.
 
-Question: does the hundred-thousandth tenant of a small store cost what the first did, do namespaces
-          of tenants that are gone take room from blocks, and how long does the store take to open?
-Method:   every tenant stores one block and never comes back, in batches that are flushed; the time of
-          each batch; the most blocks there were at the end of a batch, beside those of one tenant alone
-          who stores as many; the median of five openings.
-Bars:     the median batch of the last tenth within 1.2 of the second tenth's; 95 % of the blocks; 1 s.
+Question: does the hundred-thousandth tenant of a small store cost as much as the first, do namespaces of
+          evicted tenants take space from blocks, and how long does the store take to open?
+Method:   every tenant stores one block and never returns, in batches that are flushed; the time of each
+          batch; the most blocks at the end of a batch, relative to one tenant that stores as many; the
+          median of five openings.
+Bound:    the median batch of the last tenth within 1.2 of the second tenth's; 95 % of the blocks; 1 s.
 Run:      python -m bench.ssd.tenants [--tenants N] [--ssd-bytes SIZE] [--block-bytes N] [--batch N]
-          [--dir DIR] [--json]. Run nothing beside it.
+          [--dir DIR] [--json]. Needs an idle machine.
 """
 
 from __future__ import annotations

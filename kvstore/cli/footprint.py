@@ -1,4 +1,4 @@
-"""``kvstore footprint``."""
+"""Command ``kvstore footprint``."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ def footprint(
     plot: Path | None = None,
     as_json: Json = False,
 ) -> int:
-    """Tell what models' caches cost: bytes a token, a turn, a context, beside the first model's.
+    """Compare the cache sizes of models: bytes per token, turn and context, relative to the first model.
 
     Parameters
     ----------
     models
-        Names of presets, or paths of a Hugging Face config.json. Default: every preset.
+        Preset names, or paths of a Hugging Face config.json. Default: every preset.
     tokens
-        Add up a context of so many tokens.
+        Also compare a context of this many tokens.
     block_tokens
         Tokens of a block.
     turn_tokens
-        New tokens of a turn, prompt and output: what its window snapshots are spread over.
+        New tokens per turn, prompt and output; window snapshots are divided by it.
     prefill_tps
-        Tokens that the engine computes in a second, for the break-even bandwidth. The default is a
-        public figure of DeepSeek-V4.1-Flash on 8 H100.
+        Prefill speed of the engine in tokens per second, for the break-even bandwidth. The default is a
+        published figure of DeepSeek-V4.1-Flash on 8 H100.
     dtype
-        Number format of every entry, as an engine's option for its KV cache chooses it: bf16, f16, f32,
-        u8 (FP8 or INT8 with scales of the checkpoint), or one with scales in each entry: fp8, mxfp8,
-        nvfp4, mxfp4. Default: what the config says.
+        Number format of every entry, as in an engine's option for its KV cache: bf16, f16, f32, u8 (FP8 or
+        INT8 with scales in the checkpoint), or a format with scales in each entry: fp8, mxfp8, nvfp4,
+        mxfp4. Default: the format of the config.
     measure
-        Write real blocks into a temporary store, and tell what they take on disk.
+        Store random blocks in a temporary store and measure their size on disk.
     plot
-        Write a chart to this SVG file.
+        SVG file for a chart.
     as_json
         Print one object instead of tables.
     """

@@ -1,41 +1,63 @@
-"""``kvstore trace``: what recorded traces are like, and others made of them."""
+"""Command group ``kvstore trace``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from kvstore.cli.parameters import BlockSize, File, Files, FormatOption, Json, Unchained
 from kvstore.cli.terminal import OK, write_json, write_line, write_table
 
-trace = App(name="trace", help="Look into recorded traces, and make others of them.")
+if TYPE_CHECKING:
+    from kvstore.trace.columns import Trace
+
+trace = App(
+    name="trace", help="Inspect, convert, merge, sample or anonymise traces of recorded requests."
+)
+Form = Literal["mooncake", "bailian"]
+Output = Annotated[
+    File, Parameter(help="Output file, compressed if its name ends in .zst or .gz; - for stdout.")
+]
+Input = Annotated[File, Parameter(help="Trace file or directory; - for standard input.")]
+JsonCount = Annotated[Json, Parameter(help="Print an object with the number of requests.")]
+Seed = Annotated[int, Parameter(help="Seed of the random numbers.")]
+To = Annotated[Form, Parameter(help="Output format.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """Options of reading a trace."""
+
+    block_size: BlockSize = 0
+    unchained: Unchained = "refuse"
+    format: FormatOption = "auto"
+
+    def read(self, file: File) -> Trace:
+        from kvstore.trace.reading import Options, read
+
+        options = Options(block_tokens=self.block_size, unchained=self.unchained, form=self.format)
+        return read(file, options)
+
+
+_DEFAULTS = _Reading()
 
 
 @trace.command(name="info")
-def trace_info(
-    file: File,
-    /,
-    *,
-    block_size: BlockSize = 0,
-    unchained: Unchained = "refuse",
-    format_: FormatOption = "auto",
-    as_json: Json = False,
-) -> int:
-    """Tell what a trace is like: its size, how much is reused, and after how long.
+def trace_info(file: Input, /, *, options: _Reading = _DEFAULTS, as_json: Json = False) -> int:
+    """Print statistics of a trace: size, reuse, and time between uses.
 
     Parameters
     ----------
-    file
-        A file or directory; - is standard input.
     as_json
         Print one object instead of a table.
     """
     from kvstore.trace.info import info
-    from kvstore.trace.reading import Options, read
 
-    found = info(read(file, Options(block_tokens=block_size, unchained=unchained, form=format_)))
+    found = info(options.read(file))
     if as_json:
         write_json(found)
     else:
@@ -59,39 +81,21 @@ def _flat_facts(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
             yield label, f"{value:,}"
 
 
-Form = Literal["mooncake", "bailian"]
-
-
 @trace.command(name="convert")
 def trace_convert(
-    file: File,
-    output: File,
+    file: Input,
+    output: Output,
     /,
     *,
-    to: Form = "mooncake",
-    block_size: BlockSize = 0,
-    unchained: Unchained = "refuse",
-    format_: FormatOption = "auto",
-    as_json: Json = False,
+    to: To = "mooncake",
+    options: _Reading = _DEFAULTS,
+    as_json: JsonCount = False,
 ) -> int:
-    """Write a trace in another format.
-
-    Parameters
-    ----------
-    file
-        A file or directory; - is standard input.
-    output
-        A file, compressed if its name ends in .zst or .gz; - is standard output.
-    to
-        The format.
-    as_json
-        Print an object with the number of requests.
-    """
+    """Convert a trace to another format."""
     from kvstore.trace.chained import parents
-    from kvstore.trace.reading import Options, read
 
-    made = read(file, Options(block_tokens=block_size, unchained=unchained, form=format_))
-    parents(made)  # a trace of ids that are no prefixes is not passed on as one
+    made = options.read(file)
+    parents(made)  # refuses ids that do not name prefixes
     return _write_trace(made, output, to, as_json=as_json)
 
 
@@ -100,149 +104,115 @@ def trace_merge(
     files: Files,
     /,
     *,
-    output: File,
+    output: Output,
     spread: float = 0.0,
-    seed: int = 0,
-    as_json: Json = False,
+    seed: Seed = 0,
+    as_json: JsonCount = False,
 ) -> int:
-    """Write several traces, which share no block, as one in the order of arrival.
+    """Merge several traces in the order of arrival. Their blocks count as different.
 
     Parameters
     ----------
     files
-        Files or directories.
-    output
-        A file, compressed if its name ends in .zst or .gz; - is standard output.
+        Trace files or directories.
     spread
-        Seconds from which each trace's beginning is drawn. By default all begin at once.
-    seed
-        Of the draw.
-    as_json
-        Print an object with the number of requests.
+        Interval in seconds from which each trace's start is drawn. By default all start at once.
     """
     from kvstore.trace.cutting import merged
     from kvstore.trace.reading import read
 
     if not 0 <= spread < 2**40:  # NaN is not
-        msg = f"--spread must be seconds from 0 to {2**40:,}, found {spread}"
-        raise ValueError(msg)
+        raise ValueError(f"--spread must be seconds from 0 to {2**40:,}, found {spread}")
     _check_seed(seed)
     made = merged([read(file) for file in files], spread, seed)
-    return _write_trace(made, output, "mooncake", as_json=as_json)
+    return _write_trace(made, output, as_json=as_json)
 
 
 @trace.command(name="head")
-def trace_head(file: File, output: File, /, *, requests: int, as_json: Json = False) -> int:
+def trace_head(file: Input, output: Output, /, *, requests: int, as_json: JsonCount = False) -> int:
     """Write the first requests of a trace.
 
     Parameters
     ----------
-    file
-        A file or directory; - is standard input.
-    output
-        A file, compressed if its name ends in .zst or .gz; - is standard output.
     requests
-        How many.
-    as_json
-        Print an object with the number of requests.
+        Number of requests.
     """
     from kvstore.trace.cutting import head
     from kvstore.trace.reading import read
 
     if requests < 1:
-        msg = f"--requests must be at least 1, found {requests}"
-        raise ValueError(msg)
-    return _write_trace(head(read(file), requests), output, "mooncake", as_json=as_json)
+        raise ValueError(f"--requests must be at least 1, found {requests}")
+    return _write_trace(head(read(file), requests), output, as_json=as_json)
 
 
 @trace.command(name="sample")
 def trace_sample(
-    file: File, output: File, /, *, share: float, seed: int = 0, as_json: Json = False
+    file: Input, output: Output, /, *, share: float, seed: Seed = 0, as_json: JsonCount = False
 ) -> int:
-    """Write some of a trace's sessions, each whole; requests without a session are drawn singly.
+    """Write a random sample of a trace's sessions, each whole, and of requests without a session.
 
     Parameters
     ----------
-    file
-        A file or directory; - is standard input.
-    output
-        A file, compressed if its name ends in .zst or .gz; - is standard output.
     share
-        How many of the sessions, above 0 and at most 1.
-    seed
-        Of the draw.
-    as_json
-        Print an object with the number of requests.
+        Share of the sessions, above 0 and at most 1.
     """
     from kvstore.trace.cutting import sample
     from kvstore.trace.reading import read
 
     _check_seed(seed)
-    return _write_trace(sample(read(file), share, seed), output, "mooncake", as_json=as_json)
+    return _write_trace(sample(read(file), share, seed), output, as_json=as_json)
 
 
 def _check_seed(seed: int) -> None:
     if seed < 0:
-        msg = f"--seed must be 0 or more, found {seed}"
-        raise ValueError(msg)
+        raise ValueError(f"--seed must be 0 or more, found {seed}")
 
 
 @trace.command(name="anonymise")
 def trace_anonymise(
     log: File,
-    output: File,
+    output: Output,
     /,
     *,
     key_file: File,
     block_size: int,
-    to: Form = "mooncake",
+    to: To = "mooncake",
     unit: Literal["us", "ms", "s"] = "us",
-    as_json: Json = False,
+    as_json: JsonCount = False,
 ) -> int:
-    """Make a trace of a log of texts or tokens: which prefixes are equal, and nothing else of them.
+    """Convert a log of texts or tokens to a trace that shows equal prefixes and nothing else.
 
     Parameters
     ----------
     log
-        A file or directory of JSON lines with timestamp, and input (text) or tokens.
-    output
-        A file, compressed if its name ends in .zst or .gz; - is standard output.
+        File or directory of JSON lines with timestamp, and input (text) or tokens.
     key_file
-        The key of the digests, made if there is none, readable for you alone. It is never written
-        into a trace.
+        Key of the digests; created if missing, with mode 600. The trace does not contain it.
     block_size
-        Bytes of text in a block, or tokens where tokens are logged.
-    to
-        The format.
+        Block size in bytes of text, or in tokens where tokens are logged.
     unit
-        What timestamps count.
-    as_json
-        Print an object with the number of requests.
+        Unit of the timestamps.
     """
     from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
 
     if output.resolve() == key_file.resolve():
-        msg = f"the trace would take the place of its key, {key_file}; name another file"
-        raise ValueError(msg)
+        raise ValueError(f"the output would overwrite the key {key_file}; name another file")
     known = read_key(key_file)
     key = known or new_key()
     made = anonymise(log, key, block_size, unit)
-    if known is None:  # not before the log is known to be one
+    if known is None:  # only after the log has been read without error
         keep_key(key_file, key)
     return _write_trace(made, output, to, as_json=as_json)
 
 
-def _write_trace(made: Any, output: File, form: str, *, as_json: bool) -> int:
+def _write_trace(made: Trace, output: File, form: str = "mooncake", *, as_json: bool) -> int:
     from kvstore.trace.writing import write
 
     write(made, output, form)
-    facts = {"requests": len(made), "block_references": made.references}
-    if str(output) == "-":  # which has the trace itself
+    if str(output) == "-":  # stdout has the trace
         return OK
     if as_json:
-        write_json(facts)
+        write_json({"requests": len(made), "block_references": made.references})
     else:
-        write_line(
-            f"{facts['requests']:,} requests with {facts['block_references']:,} block references"
-        )
+        write_line(f"{len(made):,} requests with {made.references:,} block references")
     return OK

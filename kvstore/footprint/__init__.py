@@ -1,1 +1,1 @@
-"""What a model's cache costs: predicted from its layout, and measured on blocks that were written."""
+"""Memory cost of models' caches: predicted from layouts, and measured on written blocks."""

@@ -1,7 +1,7 @@
-"""Bytes a token, a turn and a context, and what one model saves against another. Pure arithmetic.
+"""Bytes per token, turn and context, and the savings of one model over another. Pure arithmetic.
 
-A model's global KV is kept for days: it is what a device and an SSD hold a token. Its window KV is
-worth one snapshot at a time. This store never writes one down; a store that does writes two a turn.
+Device and SSD hold a model's global KV for each token. Window KV is needed as one snapshot at a time:
+this store never persists it; a store that does writes two snapshots per turn.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from kvstore.layout import LayerGroup, Layout
 from kvstore.output.sizes import size_text
 
 SNAPSHOTS_PER_TURN = 2
-"""Window snapshots that DeepSeek-V4 wrote down a turn: at the end of the prompt, and of the output.
+"""Window snapshots that DeepSeek-V4 persisted per turn: at the end of the prompt and of the output.
 
 Source: technical report of DeepSeek-V4.1-Flash, section 3.2.1.
 """
 PUBLISHED_SAVING = Fraction(7, 8)
-"""What V4.1 saves of V4's persistent bytes: 1 - 1/4 (global KV) x 1/2 (no windows). Source: the same."""
+"""Saving of V4.1 over V4 in persistent bytes: 1 - 1/4 (global KV) x 1/2 (no windows). Source: the same."""
 TURN_TOKENS = 2048
-"""New tokens of a turn, prompt and output, unless told: near those that the published saving implies."""
+"""Default number of new tokens of a turn, prompt and output: about what the published saving implies."""
 PREFILL_TOKENS_PER_SECOND = 18_000.0
-"""What a cache competes with, unless told: prefill of DeepSeek-V4.1-Flash by vLLM on 8 H100.
+"""Default prefill speed: DeepSeek-V4.1-Flash in vLLM on 8 H100.
 
 Source: a public serving baseline of September 2026: 18,114 tokens/s for one prompt of 65,536 tokens.
 """
 MEASURED_BLOCKS = 1000
-"""Blocks that are written to measure: what a store has once for all is 1/1000 of a block then."""
+"""Blocks written for a measurement: the fixed cost of a store is then 1/1000 per block."""
 MEASURED_BYTES = 1 << 27
-"""Payload that is written at most, if a block is no larger: a second of an SSD, for each model."""
+"""Most payload written per model, unless one block is larger: a second of an SSD."""
 _MOST_BLOCK_BYTES = 1 << 29
-"""Largest block that is written: it is in memory a few times over while it is."""
+"""Largest block that is written: memory holds a few copies of it."""
 BLOCK_TOKENS = 128
 """Tokens of a block, as in ``PrefixCache.open``."""
 _MOST = 1 << 50
-"""Most tokens: bytes of any of them are still exact integers in JSON."""
+"""Limit of tokens: their bytes are still exact integers in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of every model.
+    """Options of a comparison.
 
     Raises:
-        ConfigError: if a number is not positive, or too large to mean anything.
+        ConfigError: if a number is not positive, or at least 2**50.
     """
 
     block_tokens: int = BLOCK_TOKENS
     turn_tokens: int = TURN_TOKENS
     prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
     context_tokens: int | None = None
-    """A context to add up; None for none."""
+    """Tokens of a context to add up; None for no context."""
 
     def __post_init__(self) -> None:
-        """Reject what no deployment has."""
+        """Refuse impossible numbers."""
         for name, value in (
             ("--block-tokens", self.block_tokens),
             ("--turn-tokens", self.turn_tokens),
@@ -64,40 +64,39 @@ class Question:
             ("--tokens", 1 if self.context_tokens is None else self.context_tokens),
         ):
             if not 0 < value < _MOST:
-                msg = f"{name} must be above 0 and below {_MOST:,}, found {value}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be above 0 and below {_MOST:,}, found {value}")
 
     def check(self, label: str, layout: Layout) -> None:
-        """Raise ``ConfigError`` if blocks of a layout cannot be of this size."""
+        """Raise ``ConfigError`` if a layout cannot have blocks of this size."""
         if self.block_tokens % layout.alignment:
             msg = (
-                f"{label} fills its entries with {layout.alignment} tokens at a time, so --block-tokens "
-                f"must be a multiple of {layout.alignment}, found {self.block_tokens}"
+                f"{label} has entries of {layout.alignment} tokens, so --block-tokens must be a multiple of "
+                f"{layout.alignment}, found {self.block_tokens}"
             )
             raise ConfigError(msg)
 
 
 def entries_per_token(group: LayerGroup) -> Fraction:
-    """Return how many entries one token adds, over all layers of a group."""
+    """Return the entries per token, over all layers of a group."""
     return Fraction(len(group.layers), group.tokens_per_entry)
 
 
 def persistent_bytes(layout: Layout, turn_tokens: int | Fraction) -> Fraction:
-    """Return bytes a token of a store that also keeps two window snapshots a turn."""
+    """Return bytes per token of a store that also keeps two window snapshots per turn."""
     return layout.bytes_per_token + SNAPSHOTS_PER_TURN * layout.window_bytes / Fraction(turn_tokens)
 
 
 def even_turn(layout: Layout) -> Fraction:
-    """Return the tokens of a turn whose snapshots weigh as much as its global KV; 0 without windows."""
+    """Return the tokens of a turn whose snapshots take as many bytes as its global KV; 0 without windows."""
     return SNAPSHOTS_PER_TURN * layout.window_bytes / layout.bytes_per_token
 
 
 def saving_turn(
     first: Layout, other: Layout, saving: Fraction = PUBLISHED_SAVING
 ) -> Fraction | None:
-    """Return the longest turn at which ``first`` without windows saves that share of ``other`` with them.
+    """Return the longest turn at which ``first`` without windows saves this share of ``other`` with them.
 
-    None if no turn is the longest: the saving holds for all of them, or for none.
+    None if the saving holds for every turn, or for none.
     """
     # Solves first = (1 - saving) * (other + 2 * window / turn) for the turn.
     rest = first.bytes_per_token / (1 - saving) - other.bytes_per_token
@@ -107,27 +106,27 @@ def saving_turn(
 
 
 def context_bytes(groups: Sequence[LayerGroup], tokens: int) -> int:
-    """Return bytes of the whole entries of ``tokens`` tokens."""
+    """Return the bytes of the complete entries of ``tokens`` tokens."""
     return sum(len(g.layers) * g.entry_bytes * (tokens // g.tokens_per_entry) for g in groups)
 
 
 def blocks_to_measure(layout: Layout, block_tokens: int) -> int:
-    """Return how many blocks to write. Raises ``ConfigError`` if a single one is too large."""
+    """Return the number of blocks to write. Raises ``ConfigError`` if one block is too large."""
     block_bytes = layout.bytes_per_token * block_tokens
     if block_bytes > _MOST_BLOCK_BYTES:
         msg = (
-            f"a block of {block_tokens:,} tokens of {layout.model} is {size_text(float(block_bytes))}; to "
-            f"measure it, give a --block-tokens that makes it at most {size_text(_MOST_BLOCK_BYTES)}"
+            f"a block of {block_tokens:,} tokens of {layout.model} is {size_text(float(block_bytes))}; give a "
+            f"smaller --block-tokens, so that it is at most {size_text(_MOST_BLOCK_BYTES)}"
         )
         raise ConfigError(msg)
     return max(1, min(MEASURED_BLOCKS, MEASURED_BYTES // block_bytes))
 
 
 def compare(models: Sequence[tuple[str, Layout]], question: Question) -> dict[str, Any]:
-    """Return what each model costs, and what the first saves against it, as JSON has it.
+    """Return the costs of each model, and the savings of the first over it, as JSON values.
 
     Raises:
-        ConfigError: if a model cannot have blocks of that many tokens.
+        ConfigError: if a model cannot have blocks of this size.
     """
     for label, layout in models:
         question.check(label, layout)
@@ -190,5 +189,5 @@ def _context(layout: Layout, tokens: int, block_tokens: int) -> Mapping[str, int
 
 
 def number(value: Fraction) -> int | float:
-    """Return an integer where the value is one, as it prints best."""
+    """Return an integer if the value is one."""
     return value.numerator if value.denominator == 1 else float(value)

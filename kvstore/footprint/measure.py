@@ -1,6 +1,6 @@
-"""Bytes on disk a token: blocks of random entries through the real tier, then its pages counted.
+"""Measured bytes per token on disk: random blocks are stored, and the pages of the SSD tier counted.
 
-What is measured and what is predicted share no formula: the bytes are what the tier says its pages are.
+Measurement and prediction share no formula.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvstore.identity.namespace import Namespace
 from kvstore.layout import Layout
 
 _PROMPT_BLOCKS, _PROMPT_BYTES = 50, 1 << 24
-"""Blocks of one prompt, and its payload, at most: what is in memory at once."""
+"""Most blocks and payload of one prompt, which bounds the memory."""
 _CAPACITY = "8GiB"
-"""Cap of the store: far above what is written, so that nothing is evicted."""
+"""Capacity of the store: far above the payload, so that nothing is evicted."""
 _WAIT_SECONDS = 60.0
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What blocks took."""
+    """Measured size of some blocks."""
 
     blocks: int
     tokens: int
     live_bytes: int
-    """Pages in use, of payload and of all that finds it."""
+    """Bytes of pages in use, for payload, records and index."""
     file_bytes: int
-    """The highest page ever used: what the file takes."""
+    """Size of the file: up to the highest page ever used."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON has beside a model's cost."""
+        """Return the fields that JSON adds to a model's cost."""
         return {
             "measured_ssd_bytes_per_token": self.live_bytes / self.tokens,
             "measured": {
@@ -57,12 +57,12 @@ def measure(
     blocks: int,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Measured:
-    """Write blocks into a store in a temporary directory, flush, and count its pages.
+    """Write blocks to a store in a temporary directory, flush, and count its pages.
 
     Raises:
-        StoreError: if that directory cannot hold them.
+        StoreError: if the directory cannot hold them.
 
-    Cost: ``blocks`` blocks of payload, on disk; one block, or 16 MiB of them, in memory a few times.
+    Cost: ``blocks`` blocks of payload on disk; a few copies of one block, or of 16 MiB, in memory.
     """
     block_bytes = math.ceil(layout.bytes_per_token * block_tokens)
     rng = np.random.default_rng(_SEED)
@@ -94,9 +94,7 @@ def measure(
             tokens = rng.integers(0, 1 << 17, count, np.uint32)
             stored = cache.store(tokens, entries, wait=_WAIT_SECONDS)
             if stored.dropped:
-                msg = (
-                    f"{stored.dropped} of {count // block_tokens} blocks were not taken in {folder}"
-                )
+                msg = f"{stored.dropped} of {count // block_tokens} blocks were dropped by the store in {folder}"
                 raise StoreError(msg)
         cache.flush()
         ssd = cache.stats()["tiers"]["ssd"]

@@ -1,10 +1,10 @@
-"""A comparison as people read it: tables of 80 columns, the sentences below them, and a chart."""
+"""Tables of 80 columns, notes and a chart of a comparison."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -19,15 +19,18 @@ from kvstore.output.chart import Bar, bars
 from kvstore.output.sizes import size_text
 
 _LABEL_SHOWN = 20
-"""Characters of a model's label in a table: all of any preset's name."""
+"""Most characters of a model's label in a table: enough for any preset's name."""
 _COLUMNS = 80
 _RATE_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 _PUBLISHED = f"-{float(PUBLISHED_SAVING):.1%}"
 
 
+Model = Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, and what is said below it, in lines of at most 80 columns."""
+    """A table and the notes below it, in lines of at most 80 columns."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -35,7 +38,7 @@ class Table:
 
 
 def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
-    """Give the tables of a comparison; each model's groups only if asked for."""
+    """Yield the tables of a comparison; each model's groups only ``with_groups``."""
     models = found["models"]
     if with_groups:
         yield from map(_groups, models)
@@ -49,7 +52,7 @@ def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
 
 
 def shown(label: str) -> str:
-    """Return a label as tables have it: of a path what tells it from others, and not too long."""
+    """Return a label for a table: of a path the distinguishing part, shortened if too long."""
     path = PurePath(label)
     if path.name == "config.json" and path.parent.name:
         label = path.parent.name
@@ -58,43 +61,43 @@ def shown(label: str) -> str:
     return label if len(label) <= _LABEL_SHOWN else f"{label[: _LABEL_SHOWN - 3]}..."
 
 
-def _groups(model: Mapping[str, Any]) -> Table:
-    return Table(
-        (shown(model["model"]), "kept as", "entries/token", "entry bytes", "bytes/token"),
-        tuple(
-            (
-                group["name"],
-                group["lifetime"],
-                _plain(group["entries_per_token"], 5),
-                f"{group['entry_bytes']:,}",
-                _plain(group["bytes_per_token"]),
-            )
-            for group in model["groups"]
-        ),
+def _table(
+    rows: Iterable[Model], columns: Mapping[str, Callable[[Any], str]], *notes: str
+) -> Table:
+    """Return a table from a function per column, with notes below it."""
+    cells = tuple(tuple(cell(row) for cell in columns.values()) for row in rows)
+    return Table(tuple(columns), cells, _noted(*notes))
+
+
+def _groups(model: Model) -> Table:
+    return _table(
+        model["groups"],
+        {
+            shown(model["model"]): lambda group: group["name"],
+            "kept as": lambda group: group["lifetime"],
+            "entries/token": lambda group: _plain(group["entries_per_token"], 5),
+            "entry bytes": lambda group: f"{group['entry_bytes']:,}",
+            "bytes/token": lambda group: _plain(group["bytes_per_token"]),
+        },
     )
 
 
 def _costs(found: Mapping[str, Any]) -> Table:
     rate, block = found["prefill_tokens_per_second"], found["block_tokens"]
-    return Table(
-        ("model", "B/token", "ratio", "window", f"block of {block:,}", "break even"),
-        tuple(
-            (
-                shown(model["model"]),
-                _plain(model["bytes_per_token"]),
-                _ratio(model["ratio"]),
-                _size(model["window_bytes"]),
-                size_text(model["block_bytes"]),
-                _rate(model["break_even_bytes_per_second"]),
-            )
-            for model in found["models"]
-        ),
-        _noted(
-            "B/token: GLOBAL entries, which every later token reads; they are what a store keeps. "
-            "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
-            f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); what reads faster than "
-            "that is faster than computing again.",
-        ),
+    return _table(
+        found["models"],
+        {
+            "model": lambda model: shown(model["model"]),
+            "B/token": lambda model: _plain(model["bytes_per_token"]),
+            "ratio": lambda model: _ratio(model["ratio"]),
+            "window": lambda model: _size(model["window_bytes"]),
+            f"block of {block:,}": lambda model: size_text(model["block_bytes"]),
+            "break even": lambda model: _rate(model["break_even_bytes_per_second"]),
+        },
+        "B/token: GLOBAL entries, which every later token reads; a store keeps them. "
+        "window: one snapshot of the WINDOW entries of the last tokens, in host memory.",
+        f"break even: B/token x {rate:,.0f} prefill tokens/s (--prefill-tps); loading at a higher "
+        "bandwidth is faster than computing.",
     )
 
 
@@ -111,13 +114,13 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
         for model in models
     ]
     formula = (
-        f"with windows: B/token + {SNAPSHOTS_PER_TURN} x window / T, for a store that also keeps a "
-        f"snapshot at the end of the prompt and one at the end of the output, T = {turn:,} new tokens a "
-        "turn (--turn-tokens). kvstore keeps none on SSD."
+        f"with windows: B/token + {SNAPSHOTS_PER_TURN} x window / T, for a store that also keeps snapshots "
+        f"at the end of the prompt and of the output, T = {turn:,} new tokens per turn (--turn-tokens). "
+        "kvstore keeps none on SSD."
     )
     savings = (
-        f"HBM, SSD: {first} instead of that model, on SSD without windows instead of with them. The "
-        f"last column: the longest turn at which SSD is {_PUBLISHED} or better."
+        f"HBM, SSD: change from that model to {first}, on SSD from with windows to without. Last "
+        f"column: the longest turn at which SSD is {_PUBLISHED} or better."
     )
     even = [_even(model) for model in models if with_even and model["window_bytes"]]
     notes = _noted(formula, *([savings] if len(models) > 1 else []), *even)
@@ -125,14 +128,14 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
     return Table(header, tuple(rows), notes)
 
 
-def _even(model: Mapping[str, Any]) -> str:
-    """Say at which turn a model's windows weigh as much as its global KV, and what is saved there."""
+def _even(model: Model) -> str:
+    """Return the turn at which a model's windows take as many bytes as its global KV, and the saving there."""
     text = (
-        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows weigh as much as the global KV of "
+        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows take as many bytes as the global KV of "
         f"{model['even_turn_tokens']:,.0f} tokens"
     )
     saved = model["first_saves"]["hbm"]
-    # Its bytes a token are twice the global ones there: half of what is left of them is left.
+    # Bytes per token are there twice the global ones, so the remaining share halves.
     return f"{text}; at that T, SSD is {_change((1 + saved) / 2)}." if saved > 0 else f"{text}."
 
 
@@ -146,50 +149,43 @@ def _savings(saves: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _change(saved: float) -> str:
-    """Return a share that is saved as a change, such as ``-74.7%``; what is not saved is a plus."""
+    """Return a saved share as a change, such as ``-74.7%``; a loss has a plus sign."""
     return f"{-saved:+,.1%}" if saved > -10 else f"{-saved:+,.0%}"
 
 
 def _contexts(found: Mapping[str, Any]) -> Table:
     models = found["models"]
-    return Table(
-        (f"{models[0]['context']['tokens']:,} tokens", "global", "window", "global, in blocks"),
-        tuple(
-            (
-                shown(model["model"]),
-                size_text(model["context"]["global_bytes"]),
-                _size(model["context"]["window_bytes"]),
-                size_text(model["context"]["stored_bytes"]),
-            )
-            for model in models
-        ),
+    return _table(
+        models,
+        {
+            f"{models[0]['context']['tokens']:,} tokens": lambda model: shown(model["model"]),
+            "global": lambda model: size_text(model["context"]["global_bytes"]),
+            "window": lambda model: _size(model["context"]["window_bytes"]),
+            "global, in blocks": lambda model: size_text(model["context"]["stored_bytes"]),
+        },
     )
 
 
-def _measured(models: Sequence[Mapping[str, Any]]) -> Table:
-    return Table(
-        ("measured", "blocks", "B/token", "live on SSD", "over", "file"),
-        tuple(
-            (
-                shown(model["model"]),
-                f"{model['measured']['blocks']:,}",
-                _plain(model["bytes_per_token"]),
-                _plain(model["measured_ssd_bytes_per_token"]),
-                f"{model['measured_ssd_bytes_per_token'] / model['bytes_per_token'] - 1:+.2%}",
-                _plain(model["measured"]["file_bytes_per_token"]),
-            )
-            for model in models
-        ),
-        _noted(
-            "Blocks of random entries, written by the SSD tier and flushed, in bytes a token: pages in "
-            "use, and the file. So many blocks of each model that they are "
-            f"{MEASURED_BLOCKS:,} or {size_text(MEASURED_BYTES)}, and one at least.",
-        ),
+def _measured(models: Sequence[Model]) -> Table:
+    live = "measured_ssd_bytes_per_token"
+    return _table(
+        models,
+        {
+            "measured": lambda model: shown(model["model"]),
+            "blocks": lambda model: f"{model['measured']['blocks']:,}",
+            "B/token": lambda model: _plain(model["bytes_per_token"]),
+            "live on SSD": lambda model: _plain(model[live]),
+            "over": lambda model: f"{model[live] / model['bytes_per_token'] - 1:+.2%}",
+            "file": lambda model: _plain(model["measured"]["file_bytes_per_token"]),
+        },
+        "Blocks of random entries, written by the SSD tier and flushed, in bytes per token: pages in "
+        f"use, and the file. Per model {MEASURED_BLOCKS:,} blocks or {size_text(MEASURED_BYTES)}, "
+        "whichever is less, and at least one.",
     )
 
 
 def chart(found: Mapping[str, Any]) -> str:
-    """Return an SVG file: bytes a token of each model, on a logarithmic scale."""
+    """Return an SVG file: bytes per token of each model, on a logarithmic scale."""
     models = found["models"]
     return bars(
         [
@@ -200,8 +196,8 @@ def chart(found: Mapping[str, Any]) -> str:
             )
             for model in models
         ],
-        title="Bytes of global KV a token",
-        x_label=f"bytes a token, logarithmic; ratio to {shown(models[0]['model'])}",
+        title="Bytes of global KV per token",
+        x_label=f"bytes per token, logarithmic; ratio to {shown(models[0]['model'])}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG text: points with error bars, joined to lines or not; bars. They know no measurement."""
+"""Charts as SVG: points with error bars, lines, and bars."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from html import escape
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
 NAMES, LABELS, ROW = 170, 130, 26
-"""Of bars: room for names at the left, for labels at the right, and the height of a row."""
+"""Bar charts: width of names at the left and of labels at the right, and height of a row."""
 CROWDED = 40
-"""A label goes to the left of its point if the next point to the right is nearer than this."""
+"""A label is left of its point if the next point to the right is closer than this."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
-"""Told apart by colour-blind readers as well. Source: the palette of Okabe and Ito."""
+"""Distinguishable by colour-blind readers. Source: the palette of Okabe and Ito."""
 INK, PAPER, GRID = "#222", "#fff", "#e4e4e4"
 LETTER = 6.4
-"""Width of a letter of 12 units, on average: a bit above that of common sans-serif fonts."""
+"""Average width of a letter at font size 12: slightly above that of common sans-serif fonts."""
 LINE = 16
-"""From one line of text to the next."""
+"""Line height."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The size of a chart, and what is free around its plot, in units of its own."""
+    """Size of a chart and the margins of its plot."""
 
     width: int
     height: int
@@ -33,30 +33,30 @@ class Frame:
     top: int
     bottom: int
     is_inline: bool = False
-    """Part of a page that has a heading for it, and colours: names stand below the plot."""
+    """Part of an HTML page that gives a heading and colours; the legend is below the plot."""
 
 
 ALONE = Frame(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
-"""A file of its own, with names at the right."""
+"""Separate file, with the legend at the right."""
 INLINE = Frame(400, 270, 52, 14, 10, 44, is_inline=True)
-"""Its text can still be read where a phone of 360 pixels shrinks it to 320."""
+"""Part of a page; readable when a phone of 360 pixels shrinks it to 320."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis measures, and how."""
+    """Axis of a chart."""
 
     label: str
     is_log: bool = False
     ends: tuple[float, float] | None = None
-    """Its first and last value; by default those of the points, and some room."""
+    """First and last value; by default those of the points, with a margin."""
     ticks: tuple[tuple[float, str], ...] = ()
     """Values and their labels; by default round numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value of one axis that has a name: a dashed line across the plot."""
+    """Named value of an axis, drawn as a dashed line across the plot."""
 
     name: str
     value: float
@@ -65,7 +65,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured value; ``low`` and ``high`` end its error bar."""
+    """Measured value; ``low`` and ``high`` are the ends of its error bar."""
 
     x: float
     y: float
@@ -87,7 +87,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One value with a name, and what stands at the end of its bar."""
+    """Named value, with a label at the end of its bar."""
 
     name: str
     value: float
@@ -96,7 +96,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values to places on the page: linear, or by their logarithm."""
+    """Map from values to page coordinates, linear or logarithmic."""
 
     first: float
     last: float
@@ -104,8 +104,8 @@ class Scale:
     stop: float
     is_log: bool = False
 
-    def place(self, value: float) -> float:
-        """Return where a value lies, in units of the page."""
+    def position(self, value: float) -> float:
+        """Return the coordinate of a value."""
         first, last, value = (
             (math.log10(number) for number in (self.first, self.last, value))
             if self.is_log
@@ -114,7 +114,7 @@ class Scale:
         return self.start + (value - first) / (last - first) * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        """Return round values to label: powers of ten with 2 and 5 between, or equal steps."""
+        """Return round values to label: 1, 2 and 5 times powers of ten, or equal steps."""
         if self.is_log:
             low, high = math.floor(math.log10(self.first)), math.ceil(math.log10(self.last))
             found = [f * 10.0**power for power in range(low, high + 1) for f in (1, 2, 5)]
@@ -137,13 +137,13 @@ def chart(
     frame: Frame = ALONE,
     description: str = "",
 ) -> str:
-    """Return a whole SVG file. Values on a logarithmic axis are positive.
+    """Return an SVG file. Values on a logarithmic axis are positive.
 
-    ``description`` says in words what is to be seen, for those who do not see it. A page may give
-    colours of its own: to texts, those of class ``mark``, lines of class ``grid`` and ``mark``, and to ``series-0``, ``-1``, ...
+    ``description`` is the text alternative of the chart. A page may set the colours of texts, of classes
+    ``mark`` and ``grid``, and of ``series-0``, ``series-1``, ...
 
     Raises:
-        ValueError: if there is no point at all.
+        ValueError: without any point.
     """
     points = [point for one in series for point in one.points]
     if not points:
@@ -153,23 +153,25 @@ def chart(
     level = [mark for mark in marks if mark.is_of_y]
     left, right, bottom = frame.left, frame.width - frame.right, frame.height - frame.bottom
     across = _scale(x, [*(p.x for p in points), *(m.value for m in upright)], left, right)
-    names = _in_rows([(across.place(m.value), m.name) for m in upright], left, right)
+    names = _in_rows([(across.position(m.value), m.name) for m in upright], left, right)
     top = frame.top + LINE * (1 + max((row for *_, row in names), default=-1))
     ends = [value for p in points for value in (p.low, p.high)]
     up = _scale(y, [*ends, *(m.value for m in level)], bottom, top)
     body = _axes(across, up, x, y, frame)
     for mark, (at, row) in zip(sorted(upright, key=_value), names, strict=True):
-        place = across.place(mark.value)
-        body.append(_line(place, top, place, bottom, INK, "class='mark' stroke-dasharray='2 3'"))
+        middle = across.position(mark.value)
+        body.append(_line(middle, top, middle, bottom, INK, "class='mark' stroke-dasharray='2 3'"))
         body.append(_text(at, top - 5 - LINE * row, mark.name, "text-anchor='middle'"))
-    # Lines may run behind the name: it has an edge of the paper's colour.
+    # Lines may run behind the name, so it has an outline in the paper's colour.
     halo = f"class='mark' stroke='{PAPER}' stroke-width='4' paint-order='stroke'"
     for mark in level:
-        place = up.place(mark.value)
-        body.append(_line(left, place, right, place, INK, "class='mark' stroke-dasharray='2 3'"))
-        body.append(_text(left + 4, place - 5, mark.name, halo))
+        level_y = up.position(mark.value)
+        body.append(
+            _line(left, level_y, right, level_y, INK, "class='mark' stroke-dasharray='2 3'")
+        )
+        body.append(_text(left + 4, level_y - 5, mark.name, halo))
     for number, one in enumerate(series):
-        # Labels of every other series hang below their points: those of two rarely meet then.
+        # Labels of every other series are below their points, so that labels of two rarely overlap.
         body += _series(one, number, across, up, label_drop=14 if number % 2 else -6)
     if not frame.is_inline:
         body.append(_text(left, 22, title, "font-weight='bold'"))
@@ -178,15 +180,15 @@ def chart(
 
 
 def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
-    """Return a whole SVG file: a bar for each row, from the top down, on a logarithmic scale.
+    """Return an SVG file with one bar per row, on a logarithmic scale.
 
     Raises:
-        ValueError: if there is no row, or a value is not positive: it has no logarithm.
+        ValueError: without rows, or for a value that is not positive.
     """
     if not rows or min(row.value for row in rows) <= 0:
         msg = f"bars on a logarithmic scale need positive values, found {[r.value for r in rows]}"
         raise ValueError(msg)
-    # Whole decades, one more below if the smallest value had no bar to speak of.
+    # Whole decades, with one more if the smallest value would have almost no bar.
     first = 10.0 ** math.floor(math.log10(min(row.value for row in rows) / 2))
     last = 10.0 ** math.ceil(math.log10(max(row.value for row in rows)))
     x = Scale(first, max(last, 10 * first), NAMES, WIDTH - LABELS, is_log=True)
@@ -194,11 +196,11 @@ def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
     body = [_text(NAMES, 22, title, "font-weight='bold'")]
     for value in x.ticks():
         if math.log10(value).is_integer():
-            at = x.place(value)
+            at = x.position(value)
             body.append(_line(at, TOP, at, bottom, GRID, "class='grid'"))
             body.append(_text(at, bottom + 18, f"{value:,.12g}", "text-anchor='middle'"))
     for number, row in enumerate(rows):
-        top, end = TOP + ROW * number, x.place(row.value)
+        top, end = TOP + ROW * number, x.position(row.value)
         box = f"x='{NAMES}' y='{top + 4}' width='{end - NAMES:.1f}' height='{ROW - 8}'"
         body.append(f"<rect {box} fill='{COLOURS[0]}'/>")
         body.append(_text(NAMES - 8, top + ROW - 9, row.name, "text-anchor='end'"))
@@ -208,8 +210,8 @@ def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text as XML and HTML have it, between tags or in quotes."""
-    # XML has no place for control characters, escaped or not.
+    """Return a text escaped for XML and HTML, between tags or in quotes."""
+    # XML forbids control characters, escaped or not.
     return escape("".join(each if each.isprintable() else "?" for each in text))
 
 
@@ -249,9 +251,9 @@ def _value(mark: Mark) -> float:
 def _in_rows(
     labels: Sequence[tuple[float, str]], left: float, right: float
 ) -> list[tuple[float, int]]:
-    """Return where each of some labels is centred, and in which row, so that no two meet.
+    """Return the centre and the row of each label, so that no two overlap.
 
-    In order of their places; within ``left`` and ``right``, and as low as there is room.
+    Labels are ordered by position, within ``left`` and ``right``, in the lowest row with room.
     """
     placed: list[tuple[float, int]] = []
     ends: list[float] = []
@@ -277,14 +279,14 @@ def _axes(across: Scale, up: Scale, x: Axis, y: Axis, frame: Frame) -> list[str]
     drawn = []
     top, bottom, right = up.stop, frame.height - frame.bottom, frame.width - frame.right
     ticks = x.ticks or tuple((value, f"{value:,g}") for value in across.ticks())
-    # Names are longer than numbers: those that would meet stand in two lines.
-    labels = _in_rows([(across.place(value), name) for value, name in ticks], 0, frame.width)
+    # Labels that would overlap are in two rows.
+    labels = _in_rows([(across.position(value), name) for value, name in ticks], 0, frame.width)
     for (value, name), (_, row) in zip(ticks, labels, strict=True):
-        at = across.place(value)
+        at = across.position(value)
         drawn.append(_line(at, top, at, bottom, GRID, "class='grid'"))
         drawn.append(_text(at, bottom + 18 + 14 * row, name, "text-anchor='middle'"))
     for value, name in y.ticks or tuple((value, f"{value:g}") for value in up.ticks()):
-        at = up.place(value)
+        at = up.position(value)
         drawn.append(_line(frame.left, at, right, at, GRID, "class='grid'"))
         drawn.append(_text(frame.left - 6, at + 4, name, "text-anchor='end'"))
     centre, middle = (frame.left + right) / 2, (top + bottom) / 2
@@ -294,7 +296,7 @@ def _axes(across: Scale, up: Scale, x: Axis, y: Axis, frame: Frame) -> list[str]
 
 
 def _keys(series: Sequence[Series], frame: Frame) -> tuple[list[str], int]:
-    """Return the names of the series beside their colours, and the height of a chart with them."""
+    """Return the legend, and the height of a chart with it."""
     drawn = []
     at, base = float(frame.left), frame.height + 10
     for number, one in enumerate(series):
@@ -323,24 +325,26 @@ def _dot(x: float, y: float) -> str:
 
 
 def _dash(series: Series, number: int) -> str:
-    """Return how a line is dashed: if it is to be, or its colour was used before."""
+    """Return the dash style of a line: dashed on request, or if its colour is used twice."""
     return "stroke-dasharray='6 4'" if series.is_dashed or number >= len(COLOURS) else ""
 
 
 def _series(series: Series, number: int, x: Scale, y: Scale, label_drop: int) -> list[str]:
     drawn = []
     if series.is_line:
-        path = " ".join(f"{x.place(p.x):.1f},{y.place(p.y):.1f}" for p in series.points)
+        coordinates = " ".join(
+            f"{x.position(p.x):.1f},{y.position(p.y):.1f}" for p in series.points
+        )
         style = f"fill='none' stroke='currentColor' stroke-width='1.5' {_dash(series, number)}"
-        drawn.append(f"<polyline points='{path}' {style}/>")
+        drawn.append(f"<polyline points='{coordinates}' {style}/>")
     for point in series.points if series.has_dots else ():
-        at_x, at_y = x.place(point.x), y.place(point.y)
+        at_x, at_y = x.position(point.x), y.position(point.y)
         if point.low < point.high:
-            low, high = y.place(point.low), y.place(point.high)
+            low, high = y.position(point.low), y.position(point.high)
             drawn.append(_line(at_x, low, at_x, high, "currentColor"))
         drawn.append(_dot(at_x, at_y))
         if point.label:
-            ahead = (x.place(other.x) - at_x for other in series.points)
+            ahead = (x.position(other.x) - at_x for other in series.points)
             is_crowded = any(0 < gap < CROWDED for gap in ahead)
             side, anchor = (-6, "end") if is_crowded else (6, "start")
             style = f"fill='currentColor' text-anchor='{anchor}'"

@@ -1,4 +1,4 @@
-"""Pages of HTML as text: what is written into one is escaped, and nothing in one leads out of it."""
+"""HTML pages as text: content is escaped, and a page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from kvstore.output.chart import escaped
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content security policy of a page: its own style, no script, nothing from anywhere."""
+"""Content security policy of a page: inline style, no script, no external content."""
 _EMPTY = frozenset({"meta", "br"})
 """Elements without an end tag."""
 STYLE = """
@@ -63,11 +63,11 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .words th { white-space: normal; }
 @media print { .scroll { overflow: visible; } h3, figure, table { break-inside: avoid; } }
 """
-"""Light and dark as the reader has it, one column on a phone, two where there is room."""
+"""Light or dark by the reader's setting; one column on a phone, two on a wide screen."""
 
 
 class Markup(str):
-    """Text that is HTML already. Any other text is escaped where it is put into an element."""
+    """Text that is already HTML. Other text is escaped in an element."""
 
     __slots__ = ()
 
@@ -84,16 +84,16 @@ def element(tag: str, /, *content: str, **attributes: str) -> Markup:
 
 
 def joined(content: Iterable[str]) -> Markup:
-    """Return one text after the other."""
+    """Return concatenated texts."""
     return Markup("".join(t if isinstance(t, Markup) else escaped(t) for t in content))
 
 
 def table(
     caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "numbers"
 ) -> Markup:
-    """Return a table that scrolls in a box of its own where it is too wide.
+    """Return a table that scrolls in its own box if it is too wide.
 
-    The first cell of a row is what the row is about.
+    The first cell of a row is its header.
     """
     head = element("tr", *(element("th", cell, scope="col") for cell in header))
     body = [
@@ -107,12 +107,12 @@ def table(
         element("tbody", *body),
         class_=class_,
     )
-    # With a tab stop, so that it can be scrolled without a mouse.
+    # A tab stop makes it scrollable without a mouse.
     return element("div", inside, class_="scroll", role="region", tabindex="0", aria_label=caption)
 
 
 def page(title: str, *content: str, language: str = "en") -> str:
-    """Return a whole page."""
+    """Return a complete page."""
     head = [
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),

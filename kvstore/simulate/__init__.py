@@ -1,1 +1,1 @@
-"""What a cache of another size or policy would have done with a recorded trace."""
+"""Simulation of caches on recorded traces: policies, sizes, tiers and window pools."""

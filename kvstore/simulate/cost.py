@@ -1,11 +1,10 @@
-"""Bytes and seconds: what a token takes, what computing it costs, and what loading it saves."""
+"""Costs: bytes of a cached token, compute time of a token, and times to first token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,21 +17,21 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """What a model caches, in bytes."""
+    """Bytes of a model's cache."""
 
     token_bytes: Fraction
-    """Of global KV, a token."""
+    """Of global KV per token."""
     window_tokens: int = 0
-    """W, 0 for a model without windows."""
+    """W; 0 for a model without windows."""
     window_token_bytes: Fraction = Fraction(0)
-    """Of window KV, a token."""
+    """Of window KV per token."""
 
 
 def bytes_of_model(name: str) -> ModelBytes:
-    """Return the bytes of a model: a preset's name, or the path of a Hugging Face config.
+    """Return the bytes of a model, given as a preset's name or the path of a Hugging Face config.
 
     Raises:
-        ConfigError: if there is none of that name, or its cache cannot be described.
+        ConfigError: for an unknown name, or a model whose cache has no layout.
     """
     found = layout(name)
     window = sum((group.bytes_per_token for group in found.window_groups), Fraction(0))
@@ -41,47 +40,66 @@ def bytes_of_model(name: str) -> ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a token costs to compute and to load."""
+    """Cost of a token: bytes to load, and compute speed."""
 
     token_bytes: Fraction
     prefill_tps: float
-    """Tokens that the engine computes a second."""
+    """Tokens that the engine computes per second."""
 
     @property
     def break_even(self) -> float:
-        """Bytes a second above which loading a token is faster than computing it."""
+        """Bytes per second above which loading a token is faster than computing it."""
         return float(self.token_bytes) * self.prefill_tps
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What reading from one place costs."""
+    """Read cost of one tier."""
 
     bandwidth: float | None
-    """Bytes a second; None where reading costs nothing."""
+    """Bytes per second; None for no cost."""
     latency: float
-    """Seconds before the first byte, once a request."""
+    """Seconds before the first byte, once per request."""
 
 
 FREE = Link(None, 0.0)
-"""Reading at no cost."""
+"""No read cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Mean and percentiles of a time, in seconds."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Times to first token, with a cache and without one."""
+
+    ttft_seconds: Seconds
+    without_cache: Seconds
+    saved_seconds: float
 
 
 def first_token_seconds(
     trace: Trace, served: Ints, links: Sequence[Link], cost: Cost
 ) -> tuple[NDArray[np.float64], Ints]:
-    """Return each request's time to its first token, and the tokens that it loads, [requests].
+    """Return each request's time to first token, and the tokens that it loads, [requests].
 
-    ``served`` are the blocks that each request finds in each place, [requests, places], in prefix
-    order. A request loads the places in a row that make it fastest, and computes the rest: none at
-    all where loading is slower. Prefill alone is counted, at one speed, with no queue before it.
+    ``served`` are the blocks that each request hits in each tier, [requests, tiers], in prefix order. A
+    request loads from the first tiers in order as far as that makes it faster, and computes the rest.
+    Only prefill and loading count: one speed, no queue.
     """
     tokens = trace.input_tokens
     loaded = np.zeros(len(trace), np.int64)
     best = tokens / cost.prefill_tps
     blocks, spent = np.zeros(len(trace), np.int64), np.zeros(len(trace))
-    for place, link in enumerate(links):
-        here = served[:, place]
+    for tier, link in enumerate(links):
+        here = served[:, tier]
         blocks = blocks + here
         if link.bandwidth is not None:
             size = float(cost.token_bytes * trace.block_tokens)
@@ -95,20 +113,21 @@ def first_token_seconds(
     return best, loaded
 
 
-def ttft_report(trace: Trace, seconds: NDArray[np.float64], cost: Cost, first: int) -> Any:
-    """Return mean and percentiles of times to first token, with a cache and without one."""
+def ttft_report(trace: Trace, seconds: NDArray[np.float64], cost: Cost, first: int) -> FirstToken:
+    """Return the times to first token of the requests from ``first`` on."""
     without = trace.input_tokens[first:] / cost.prefill_tps
     counted = seconds[first:]
-    return {
-        "ttft_seconds": _spread(counted),
-        "without_cache": _spread(without),
-        "saved_seconds": float(without.sum() - counted.sum()),
-    }
+    saved = float(without.sum() - counted.sum())
+    return FirstToken(_spread(counted), _spread(without), saved)
 
 
-def _spread(seconds: NDArray[np.float64]) -> dict[str, float]:
+def _spread(seconds: NDArray[np.float64]) -> Seconds:
     if not len(seconds):
-        return dict.fromkeys(["mean", *(f"p{percent}" for percent in PERCENTILES)], 0.0)
-    places = np.percentile(seconds, PERCENTILES, method="inverted_cdf")
-    named = {f"p{percent}": float(s) for percent, s in zip(PERCENTILES, places, strict=True)}
-    return {"mean": float(seconds.mean()), **named}
+        return Seconds(0.0, 0.0, 0.0, 0.0)
+    percentiles = np.percentile(seconds, PERCENTILES, method="inverted_cdf")
+    return Seconds(float(seconds.mean()), *(float(each) for each in percentiles))
+
+
+def share(part: int, whole: int) -> float:
+    """Return a ratio, 0 of nothing."""
+    return part / whole if whole else 0.0

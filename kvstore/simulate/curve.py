@@ -1,9 +1,9 @@
-"""LRU at every size at once, exactly.
+"""Exact LRU curve: the hits at every size, from one pass over a trace.
 
-Leaf-first LRU keeps the blocks of latest use, the shallower first among those of one request. So a
-block is there in a cache of C blocks if fewer than C stand before it: those used since, and those
-of the same last use above it. All blocks of a link have the same last use and lie in a row, so one
-number a link, how many blocks were used since, says for every size what it hits.
+Leaf-first LRU keeps the most recently used blocks, and of one request the shallower ones first. So a
+cache of C blocks holds a block if fewer than C come before it: those used since, and those of the same
+last use above it. All blocks of a link have the same last use and are consecutive, so one number per
+link, the blocks used since, gives its hits at every size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvstore.trace.chains import Links
 from kvstore.trace.columns import Ints
-from kvstore.trace.paths import Links
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +32,8 @@ class Curve:
     def points(self, first: int = 0) -> tuple[Ints, Ints]:
         """Return the sizes where the curve bends, in blocks, and the blocks hit at each.
 
-        Only requests from ``first`` on are counted. Between two sizes the curve is a straight line,
-        and from the last on it is level.
+        Requests from ``first`` on are counted. The curve is linear between two sizes, and constant from
+        the last one on.
         """
         counted = self.links.later >= first
         start = self.before[counted]
@@ -47,23 +47,23 @@ class Curve:
 
 
 def summed(found: Ints, links: Links) -> Ints:
-    """Add up what each link hits, by request."""
+    """Return the sums of the links' hits by request."""
     total = np.concatenate([[0], np.cumsum(found)])
     sums: Ints = total[links.offsets[1:]] - total[links.offsets[:-1]]
     return sums
 
 
-def lru_curve(links: Links, path_blocks: Ints) -> Curve:
-    """Return the LRU curve of a trace. ``path_blocks`` are the blocks of each request.
+def lru_curve(links: Links, chain_blocks: Ints) -> Curve:
+    """Return the LRU curve of a trace. ``chain_blocks`` are the blocks of each request.
 
-    Cost: O(log requests) a link, in plain Python.
+    Cost: O(log requests) per link, in plain Python.
     """
-    requests = len(path_blocks)
+    requests = len(chain_blocks)
     tree = [0] * (requests + 1)
-    """Blocks by the request that used them last, as sums over powers of two (Fenwick)."""
+    """Blocks by the request that used them last, as a Fenwick tree."""
     before = [0] * len(links.later)
     offsets, earlier = links.offsets.tolist(), links.earlier.tolist()
-    sizes, paths = links.blocks.tolist(), path_blocks.tolist()
+    sizes, lengths = links.blocks.tolist(), chain_blocks.tolist()
     held = 0
     for request in range(requests):
         for link in range(offsets[request], offsets[request + 1]):
@@ -73,9 +73,9 @@ def lru_curve(links: Links, path_blocks: Ints) -> Curve:
                 older += tree[node]
                 node &= node - 1
             before[link] = held - older
-        # What this request uses moves from where it was used last. Until here it was all in place,
-        # so that what a path shares with several earlier ones is counted as it was before.
-        fresh = paths[request]
+        # Move this request's blocks from their last use to this one, after all its links are counted: a
+        # chain may share blocks with several earlier requests.
+        fresh = lengths[request]
         for link in range(offsets[request], offsets[request + 1]):
             node, size = earlier[link] + 1, sizes[link]
             held -= size

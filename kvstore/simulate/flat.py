@@ -1,10 +1,10 @@
-"""Blocks without prefixes: what simulators of other caches do. For checks against them.
+"""Simulation of independent blocks, as simulators of other caches have it. For comparison with them.
 
-Each block is looked up and stored by itself, in prompt order, and any may go. So a block is hit
-though one before it is gone, where no engine could use it; ``runs`` count what it could.
+Each block is looked up and stored by itself, in prompt order, and any may be evicted. So a block may hit
+behind a gap, where no engine could use it; ``runs`` count the leading hits.
 
-Two policies are filled as libCacheSim fills them, which differs from their papers and from what tiers
-do (docs/decisions/0035): so the same algorithms are compared.
+Two policies are filled as libCacheSim fills them, unlike their papers and the tiers
+(docs/decisions/0035), so that equal algorithms are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.trace.columns import Trace
 
 
 class _Block:
-    """A block as a segment of its own that hangs on nothing."""
+    """A block as a segment without parent and children."""
 
     __slots__ = ("block", "is_evictable", "last_use")
 
@@ -44,11 +44,11 @@ class _Block:
 def simulate_flat(
     trace: Trace, policy: Policy[Any], capacity: int, *, room: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Return, for each request, the leading run of hits and all hits, in blocks.
+    """Return, for each request, the leading hits and all hits, in blocks.
 
-    Of a request, the first ``room`` blocks are stored, by default all.
+    The first ``room`` blocks of a request are stored, by default all.
 
-    Cost: O(log n) a block reference.
+    Cost: O(log n) per block reference.
     """
     runs: list[int] = []
     hits: list[int] = []
@@ -68,7 +68,7 @@ def simulate_flat(
             elif capacity and (room is None or at < room):
                 if len(held) == capacity:
                     victim = policy.victim(1)
-                    assert victim is not None, "any block may go"
+                    assert victim is not None, "every block is evictable"
                     policy.remove(victim)
                     victim.is_evictable = False
                     del held[victim.block]
@@ -80,9 +80,9 @@ def simulate_flat(
 
 
 class _FilledS3Fifo(S3Fifo[Any]):
-    """S3-FIFO as libCacheSim has it since 2024, which differs from the paper until the cache is full.
+    """S3-FIFO as in libCacheSim since 2024, which differs from the paper until the cache is full.
 
-    What comes when the small queue is full goes to the main one, where it stays long.
+    A block that arrives while the small queue is full enters the main queue.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -103,7 +103,7 @@ class _FilledS3Fifo(S3Fifo[Any]):
 
 
 class _FilledSlru(Slru[Any]):
-    """SLRU as libCacheSim has it: a new block enters the lowest queue with room, not the lowest."""
+    """SLRU as in libCacheSim: a new block enters the lowest queue with room."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -124,16 +124,13 @@ class _FilledSlru(Slru[Any]):
                     break
 
 
-_FILLED: Mapping[str, Callable[[int], Policy[Any]]] = {
-    "s3fifo": _FilledS3Fifo,
-    "slru": _FilledSlru,
-}
+_FILLED: Mapping[str, Callable[[int], Policy[Any]]] = {"s3fifo": _FilledS3Fifo, "slru": _FilledSlru}
 
 
 def flat_policy(name: str, capacity: int) -> Policy[Any]:
-    """Return a new policy for so many blocks, filled as libCacheSim fills it.
+    """Return a new policy for ``capacity`` blocks, filled as libCacheSim fills it.
 
     Raises:
-        ValueError: naming the policies there are.
+        ValueError: for an unknown policy.
     """
     return _FILLED[name](capacity) if name in _FILLED else make_policy(name)

@@ -1,16 +1,18 @@
-"""Tiers as a user writes them, and what a trace says of them: hits, bytes, endurance, bandwidth."""
+"""Tiers: parsed from the command line, and reported with their hits, bytes, writes and bandwidth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from kvstore.output.sizes import rate_of, seconds_of, size_of
 from kvstore.policy.registry import POLICIES
-from kvstore.simulate.cost import Cost, Link, first_token_seconds, ttft_report
+from kvstore.simulate.cost import FirstToken, Link, first_token_seconds, share, ttft_report
+from kvstore.simulate.json_form import INLINE, INTERVAL, OPTIONAL
+from kvstore.simulate.run import Interval, SimulateOptions, first_counted
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, Write, check_tiers
 from kvstore.trace.columns import SECOND, Ints, Trace
 
@@ -25,19 +27,18 @@ def tiers_of(
     distinct_blocks: int,
     block_bytes: Fraction | None = None,
 ) -> list[Tier]:
-    """Return tiers written as ``NAME=SIZE[@RATE][,write=W][,latency=TIME][,policy=P]``.
+    """Parse tiers of the form ``NAME=SIZE[@RATE][,write=W][,latency=TIME][,policy=P]``.
 
-    W is ``through``, the default where tiers are inclusive, or ``on-evict``.
+    W is ``through`` (default of inclusive tiers) or ``on-evict``.
 
     Raises:
-        ValueError: if one is written differently, or they contradict each other.
+        ValueError: for another form, or tiers that contradict each other.
     """
     tiers: list[Tier] = []
     for text in texts:
         tier = _tier_of(text, inclusion, distinct_blocks, block_bytes, is_first=not tiers)
         if tier.name in {each.name for each in tiers}:
-            msg = f"two tiers are named {tier.name!r}"
-            raise ValueError(msg)
+            raise ValueError(f"two tiers are named {tier.name!r}")
         tiers.append(tier)
     check_tiers(tiers, inclusion)
     return tiers
@@ -51,11 +52,10 @@ def _tier_of(
     *,
     is_first: bool,
 ) -> Tier:
-    place, *settings = text.split(",")
-    name, _, size = place.partition("=")
+    head, *settings = text.split(",")
+    name, _, size = head.partition("=")
     if not name.isidentifier() or not size:
-        msg = f"expected a tier such as ssd=1TiB@3GB/s,write=on-evict, found {text!r}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a tier such as ssd=1TiB@3GB/s,write=on-evict, found {text!r}")
     size, _, rate = size.partition("@")
     given = dict(setting.partition("=")[::2] for setting in settings)
     unknown = set(given) - {"write", "latency", "policy"}
@@ -70,8 +70,7 @@ def _tier_of(
         allowed = (
             "through, as nothing is above the first tier" if is_first else "through or on-evict"
         )
-        msg = f"tier {name}: expected write={allowed}, found {write!r}"
-        raise ValueError(msg)
+        raise ValueError(f"tier {name}: expected write={allowed}, found {write!r}")
     policy = given.get("policy")
     if policy is not None and policy not in POLICIES:
         msg = f"tier {name}: no policy named {policy!r}; expected one of {', '.join(POLICIES)}"
@@ -86,78 +85,107 @@ def _tier_of(
     )
 
 
-def tiers_report(
-    trace: Trace,
-    tiers: Sequence[Tier],
-    flow: Flow,
-    first: int,
-    token_bytes: Fraction | None = None,
-    cost: Cost | None = None,
-) -> dict[str, Any]:
-    """Return what each tier served, read and wrote from request ``first`` on, and the times.
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """Traffic of one tier. Bytes are None where a token's are unknown, rates where no time passes."""
 
-    Bytes are None where a token's are not known, and rates where all requests came at one time.
-    """
-    tokens = trace.input_tokens
+    name: str
+    size_blocks: int
+    size_fraction: float
+    size_bytes: int | None
+    write: Write
+    policy: str | None
+    bandwidth: float | None
+    latency_seconds: float
+    prefix_hit_ratio: float
+    prefix_token_hit_ratio: float
+    read_blocks: int
+    read_bytes: int | None
+    read_bytes_per_second: float | None
+    busiest_minute_bytes_per_second: float | None
+    written_blocks: int
+    written_bytes: int | None
+    written_bytes_per_day: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """Traffic of all tiers under one policy."""
+
+    policy: str
+    inclusion: Inclusion
+    interval: Interval = field(metadata=INTERVAL)
+    tiers: Sequence[TierUse]
+    prefix_hit_ratio: float
+    prefix_token_hit_ratio: float
+    requests_with_hit_ratio: float
+    first_token: FirstToken | None = field(metadata=INLINE | OPTIONAL)
+    """None where costs are unknown."""
+    loaded_token_ratio: float | None = field(metadata=OPTIONAL)
+    """Tokens loaded over tokens requested; a slow tier is not read."""
+
+
+def hierarchy_report(trace: Trace, flow: Flow, options: SimulateOptions, policy: str) -> Hierarchy:
+    """Return the hits, bytes, rates and times of ``options.tiers`` in the counted interval."""
+    first, tokens = first_counted(trace, options.interval), trace.input_tokens
     reach = np.minimum(np.cumsum(flow.served, axis=1) * trace.block_tokens, tokens[:, None])
-    served_tokens = np.diff(reach, axis=1, prepend=0)
-    asked_blocks = int(trace.path_blocks[first:].sum())
-    asked_tokens = int(tokens[first:].sum())
+    served_tokens = np.diff(reach, axis=1, prepend=0)[first:].sum(axis=0)
+    blocks, asked_tokens = int(trace.chain_blocks[first:].sum()), int(tokens[first:].sum())
     arrival = trace.arrival[first:]
     seconds = int(arrival[-1] - arrival[0]) / SECOND if len(arrival) else 0.0
-    block_bytes = None if token_bytes is None else float(token_bytes * trace.block_tokens)
-    parts = []
-    for number, tier in enumerate(tiers):
-        read = flow.served[first:, number]
-        written = int(flow.written[first:, number].sum())
-        parts.append(
-            {
-                "name": tier.name,
-                "size_blocks": tier.blocks,
-                "size_fraction": tier.blocks / trace.distinct_blocks,
-                "size_bytes": _times(tier.blocks, block_bytes),
-                "write": tier.write,
-                "policy": tier.policy,
-                "bandwidth": tier.bandwidth,
-                "latency_seconds": tier.latency,
-                "prefix_hit_ratio": _share(int(read.sum()), asked_blocks),
-                "prefix_token_hit_ratio": _share(
-                    int(served_tokens[first:, number].sum()), asked_tokens
-                ),
-                "read_blocks": int(read.sum()),
-                "read_bytes": _times(int(read.sum()), block_bytes),
-                "read_bytes_per_second": _rate(int(read.sum()), block_bytes, seconds),
-                "busiest_minute_bytes_per_second": _rate(
-                    _busiest_minute(arrival, read), block_bytes, MINUTE
-                ),
-                "written_blocks": written,
-                "written_bytes": _times(written, block_bytes),
-                "written_bytes_per_day": _rate(written, block_bytes, seconds / DAY),
-            }
+    block_bytes = None
+    if options.token_bytes is not None:
+        block_bytes = float(options.token_bytes * trace.block_tokens)
+    tiers = []
+    for number, tier in enumerate(options.tiers):
+        reads = flow.served[first:, number]
+        read, written = int(reads.sum()), int(flow.written[first:, number].sum())
+        busiest = _busiest_minute(arrival, reads)
+        tiers.append(
+            TierUse(
+                name=tier.name,
+                size_blocks=tier.blocks,
+                size_fraction=tier.blocks / trace.distinct_blocks,
+                size_bytes=_times(tier.blocks, block_bytes),
+                write=tier.write,
+                policy=tier.policy,
+                bandwidth=tier.bandwidth,
+                latency_seconds=tier.latency,
+                prefix_hit_ratio=share(read, blocks),
+                prefix_token_hit_ratio=share(int(served_tokens[number]), asked_tokens),
+                read_blocks=read,
+                read_bytes=_times(read, block_bytes),
+                read_bytes_per_second=_rate(read, block_bytes, seconds),
+                busiest_minute_bytes_per_second=_rate(busiest, block_bytes, MINUTE),
+                written_blocks=written,
+                written_bytes=_times(written, block_bytes),
+                written_bytes_per_day=_rate(written, block_bytes, seconds / DAY),
+            )
         )
+    first_token = loaded_ratio = None
+    if options.cost is not None:
+        links = [Link(tier.bandwidth, tier.latency) for tier in options.tiers]
+        times, loaded = first_token_seconds(trace, flow.served, links, options.cost)
+        first_token = ttft_report(trace, times, options.cost, first)
+        loaded_ratio = share(int(loaded[first:].sum()), asked_tokens)
     hits = flow.served.sum(axis=1)[first:]
-    found: dict[str, Any] = {
-        "tiers": parts,
-        "prefix_hit_ratio": _share(int(hits.sum()), asked_blocks),
-        "prefix_token_hit_ratio": _share(int(served_tokens[first:].sum()), asked_tokens),
-        "requests_with_hit_ratio": _share(int((hits > 0).sum()), len(hits)),
-    }
-    if cost is not None:
-        links = [Link(tier.bandwidth, tier.latency) for tier in tiers]
-        times, loaded = first_token_seconds(trace, flow.served, links, cost)
-        found |= ttft_report(trace, times, cost, first)
-        found["loaded_token_ratio"] = _share(int(loaded[first:].sum()), asked_tokens)
-    return found
+    return Hierarchy(
+        policy=policy,
+        inclusion=options.inclusion,
+        interval=options.interval,
+        tiers=tiers,
+        prefix_hit_ratio=share(int(hits.sum()), blocks),
+        prefix_token_hit_ratio=share(int(served_tokens.sum()), asked_tokens),
+        requests_with_hit_ratio=share(int((hits > 0).sum()), len(hits)),
+        first_token=first_token,
+        loaded_token_ratio=loaded_ratio,
+    )
 
 
-def _busiest_minute(arrival: Ints, read: Ints) -> int:
-    """Return the most blocks read by the requests of one minute of the clock."""
+def _busiest_minute(arrival: Ints, reads: Ints) -> int:
+    """Return the most blocks read by the requests of one minute of the trace."""
     minutes = arrival // (MINUTE * SECOND)
-    return int(np.bincount(minutes - minutes[0], read).max()) if len(minutes) else 0
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+    return int(np.bincount(minutes - minutes[0], reads).max()) if len(minutes) else 0
 
 
 def _times(blocks: int, block_bytes: float | None) -> int | None:

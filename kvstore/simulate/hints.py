@@ -1,13 +1,14 @@
-"""What is worth knowing of a trace beside its curves: long requests, rare blocks, big prefixes."""
+"""Hints of a report: facts that explain its curves, such as long requests and large prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvstore.simulate.run import Simulation
+from kvstore.simulate.run import Row, Simulation
 from kvstore.trace.columns import SECOND
 from kvstore.trace.info import weighted
 
@@ -15,75 +16,81 @@ PREFIXES = 5
 """Prefixes that are named."""
 
 
-def hints(simulation: Simulation, found: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """Return facts that explain a simulation. ``first`` is the first request that is counted."""
-    trace, paths, links = simulation.trace, simulation.paths, simulation.links
-    uses = np.bincount(paths.refs, minlength=paths.segments)
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A range of prompt tokens that several requests share."""
+
+    first_request: int
+    start_token: int
+    stop_token: int
+    requests: int
+    reused_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongRequests:
+    """Number of requests longer than a cache."""
+
+    size_blocks: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """Share of blocks hit behind a gap, where no engine can use them."""
+
+    policy: str
+    size_blocks: int
+    block_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Facts about a trace and its rows."""
+
+    top_prefixes: Sequence[Prefix]
+    """The prompt ranges whose reuse saves most tokens."""
+    reuse_seconds: Mapping[str, float] | None
+    """Percentiles of the time between two uses of a block; None without reuse."""
+    once_only: float
+    """Share of the blocks that are used once."""
+    longer_than_cache: Sequence[LongRequests]
+    stranded: Sequence[Stranded]
+
+
+def hints(simulation: Simulation, rows: Sequence[Row], first: int) -> Hints:
+    """Return the hints of a simulation. ``first`` is the first counted request."""
+    trace, chains, links = simulation.trace, simulation.chains, simulation.links
+    uses = np.bincount(chains.refs, minlength=chains.segments)
     counted = links.later >= first
     gaps = (trace.arrival[links.later] - trace.arrival[links.earlier])[counted] / SECOND
-    lengths = trace.path_blocks[first:]
-    return {
-        "top_prefixes": _top_prefixes(simulation, uses),
-        "reuse_seconds": weighted(gaps, links.blocks[counted]),
-        "once_only": float(paths.blocks[uses == 1].sum() / trace.distinct_blocks),
-        "longer_than_cache": [
-            {"size_blocks": size, "requests": int((lengths > size).sum())}
-            for size in sorted({row["size_blocks"] for row in found["rows"]})
-        ],
-        "stranded": [
-            {
-                "policy": row["policy"],
-                "size_blocks": row["size_blocks"],
-                "block_ratio": row["block_hit_ratio"] - row["prefix_hit_ratio"],
-            }
-            for row in found["rows"]
-            if row["block_hit_ratio"] > row["prefix_hit_ratio"]
-        ],
-    }
+    lengths = trace.chain_blocks[first:]
+    sizes = sorted({row.size_blocks for row in rows})
+    ratios = [(row, row.ratios.block_hit_ratio - row.ratios.prefix_hit_ratio) for row in rows]
+    return Hints(
+        top_prefixes=_top_prefixes(simulation, uses),
+        reuse_seconds=weighted(gaps, links.blocks[counted]),
+        once_only=float(chains.blocks[uses == 1].sum() / trace.distinct_blocks),
+        longer_than_cache=[LongRequests(size, int((lengths > size).sum())) for size in sizes],
+        stranded=[Stranded(row.policy, row.size_blocks, gap) for row, gap in ratios if gap > 0],
+    )
 
 
-def _top_prefixes(simulation: Simulation, uses: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
-    """Return the stretches of prompts whose reuse saves most tokens, with where each ends."""
-    trace, paths = simulation.trace, simulation.paths
-    saved = (uses - 1) * paths.blocks * trace.block_tokens
+def _top_prefixes(simulation: Simulation, uses: np.ndarray[Any, Any]) -> list[Prefix]:
+    trace, chains = simulation.trace, simulation.chains
+    saved = (uses - 1) * chains.blocks * trace.block_tokens
     top = np.argsort(-saved, kind="stable")[:PREFIXES]
-    first_use = np.full(paths.segments, -1, np.int64)
-    request = np.repeat(np.arange(len(trace)), np.diff(paths.offsets))
-    first_use[paths.refs[::-1]] = request[::-1]
+    first_use = np.full(chains.segments, -1, np.int64)
+    request = np.repeat(np.arange(len(trace)), np.diff(chains.offsets))
+    first_use[chains.refs[::-1]] = request[::-1]
     return [
-        {
-            "first_request": int(first_use[segment]),
-            "start_token": int(paths.starts[segment]) * trace.block_tokens,
-            "stop_token": int(paths.stops[segment]) * trace.block_tokens,
-            "requests": int(uses[segment]),
-            "reused_tokens": int(saved[segment]),
-        }
+        Prefix(
+            first_request=int(first_use[segment]),
+            start_token=int(chains.starts[segment]) * trace.block_tokens,
+            stop_token=int(chains.stops[segment]) * trace.block_tokens,
+            requests=int(uses[segment]),
+            reused_tokens=int(saved[segment]),
+        )
         for segment in top.tolist()
         if saved[segment] > 0
     ]
-
-
-def hint_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the hints as sentences."""
-    said = [f"{found['once_only']:.1%} of blocks are used once"]
-    gaps = found["reuse_seconds"]
-    if gaps is not None:
-        times = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in gaps.items())
-        said.append(f"blocks are used again after {times}")
-    said.extend(
-        f"{each['requests']:,} requests are longer than {each['size_blocks']:,} blocks"
-        for each in found["longer_than_cache"]
-        if each["requests"]
-    )
-    said.extend(
-        f"tokens {each['start_token']:,} to {each['stop_token']:,} of request "
-        f"{each['first_request']:,} come in {each['requests']:,} requests: "
-        f"{each['reused_tokens']:,} tokens that need not be computed"
-        for each in found["top_prefixes"]
-    )
-    said.extend(
-        f"{each['policy']} at {each['size_blocks']:,} blocks: {each['block_ratio']:.1%} of blocks hit "
-        "behind a gap, where no engine can use them"
-        for each in found["stranded"]
-    )
-    return said

@@ -1,8 +1,8 @@
-"""The bound: a cache that knows the future and may decline to store.
+"""Optimal cache: it knows the future and may decline to store. The upper bound of all policies.
 
-After each request its path is on offer, and of all blocks those stay that are used again soonest.
-That is Belady's policy with bypass. Nothing beats it at the same size; with insertion mandatory, a
-request longer than what is worth keeping would do harm that no tier has to suffer.
+After each request it keeps, of the cached blocks and the request's, those that are used again soonest:
+Belady's policy with bypass. With mandatory insertion, a request longer than the useful blocks would do
+harm that no tier has to suffer.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import heapq
 import numpy as np
 
 from kvstore.simulate.curve import summed
+from kvstore.trace.chains import Links
 from kvstore.trace.columns import Ints
-from kvstore.trace.paths import Links
 
-SUMMARY = "the bound: knows the future, and may decline to store"
+SUMMARY = "the upper bound: knows the future and may decline to store"
 
 
 def optimal_hits(links: Links, capacity: int) -> Ints:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
 
-    All blocks of a link are used again at one time and not before, so a link is kept or cut as one,
-    from its tail. What is in no link is never used again, so it is never kept. A parent is used no
-    later than its children, so what stays is closed under prefixes by itself.
+    All blocks of a link are used again by the same request, so a link is kept or cut as one, from its
+    tail. Blocks in no link are never used again and never kept. A parent is used no later than its
+    children, so the kept blocks are closed under prefixes.
 
-    Cost: O(log links) a link.
+    Cost: O(log links) per link.
     """
     later = links.later.tolist()
     kept = [0] * len(later)

@@ -1,249 +1,226 @@
-"""Everything that ``kvstore simulate`` says of one trace, as plain JSON values.
+"""Report of a simulated trace: one frozen value. ``docs/simulate.md`` explains its fields.
 
-``docs/simulate.md`` explains each part. The same trace and question give the same bytes.
+The same trace and options give the same report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.output.sizes import Size, size_text
-from kvstore.simulate.choice import LRU, OPTIMAL
-from kvstore.simulate.cost import FREE, Cost, Link
-from kvstore.simulate.hierarchy import tiers_report
-from kvstore.simulate.hints import hints
+import numpy as np
+
+from kvstore.output.sizes import Size
+from kvstore.simulate.cost import FirstToken, Seconds
+from kvstore.simulate.hierarchy import Hierarchy, hierarchy_report
+from kvstore.simulate.hints import Hints, hints
+from kvstore.simulate.json_form import CEILING, CEILINGS, INLINE, INTERVAL, OPTIONAL
+from kvstore.simulate.recommendation import OPTIMAL, Progress, Recommendation, recommend
 from kvstore.simulate.run import (
     Each,
-    Semantics,
+    Interval,
+    Ratios,
+    Row,
+    SimulateOptions,
     Simulation,
-    Window,
     first_counted,
     in_turn,
-    simulate,
-    times,
 )
-from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
-from kvstore.simulate.window import Windows, window_report
-from kvstore.trace.columns import SECOND
+from kvstore.simulate.sentences import recommendation_lines
+from kvstore.simulate.tiers import Flow, simulate_tiers
+from kvstore.simulate.window import WindowReport, window_report
+from kvstore.trace.columns import SECOND, Trace
 
 SCHEMA = 1
-"""Version of what a report holds. A key may be added; one that changes or goes raises it."""
-WINDOW_SHARE = 0.95
-"""What the recommended time to live keeps from replay, as a share of what one without end keeps."""
+"""Version of the JSON form. A new key does not raise it; a changed or removed key does."""
+CURVE_POINTS = 200
+"""Points of a curve in a report: enough for a smooth line of 800 pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """The trace of a report."""
+
+    name: str
+    requests: int
+    seconds: float
+    block_tokens: int
+    block_references: int
+    distinct_blocks: int
+    bytes_per_token: float | None
+    sha256: str | None = None
+    """Digest of its file; None of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """Times to first token of one policy at one size."""
+
+    policy: str
+    size_blocks: int
+    size_bytes: int | None
+    first_token: FirstToken = field(metadata=INLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class InfiniteCache:
+    """Hit ratios of an infinite cache, which no size and no policy exceeds."""
+
+    size_blocks: int
+    ratios: Ratios = field(metadata=INLINE)
+    interval: Interval = field(metadata=INTERVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One point of the exact LRU curve."""
+
+    size_blocks: int
+    size_fraction: float
+    prefix_hit_ratio: float
+    prefix_token_hit_ratio: float
+    size_bytes: int | None
+    ttft_seconds: Seconds | None = field(metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Inputs that repeat a report: parameters, seed, command and version."""
+
+    parameters: Mapping[str, Any]
+    seed: int
+    command: str
+    version: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked of a trace."""
+class Report:
+    """Result of simulating one trace."""
 
-    policies: Sequence[str]
-    sizes: Sequence[Size]
-    window: Window = "all"
-    semantics: Semantics = "prefix"
-    token_bytes: Fraction | None = None
-    cost: Cost | None = None
-    link: Link = FREE
-    """How the cache of ``sizes`` is read."""
-    tiers: Sequence[Tier] = ()
-    inclusion: Inclusion = "inclusive"
-    windows: Windows | None = None
+    schema: int = SCHEMA
+    trace: TraceFacts
+    rows: Sequence[Row]
+    """One for each policy and size."""
+    costs: Sequence[RowCost] | None = field(metadata=OPTIONAL)
+    """Of each row; None where costs are unknown."""
+    infinite_cache: InfiniteCache = field(metadata=CEILING)
+    lru_curve: Sequence[CurvePoint]
+    recommendation: Recommendation
+    infinite_cache_of: Mapping[Interval, Ratios] = field(metadata=CEILINGS)
+    """Of the whole trace and of its last half."""
+    hierarchies: Sequence[Hierarchy] | None = field(metadata=OPTIONAL)
+    """Of each policy; None without tiers."""
+    window_pool: WindowReport | None = field(metadata=OPTIONAL)
+    hints: Hints
+    origin: Origin = field(default=Origin({}, 0, "", ""), metadata=INLINE)
 
 
-def report(
+def make_report(
     simulation: Simulation,
-    question: Question,
+    options: SimulateOptions,
     *,
     each: Each | None = None,
-    progress: Callable[[str], object] = lambda _: None,
-) -> dict[str, Any]:
-    """Answer a question about a trace.
-
-    Raises:
-        ValueError: naming an unknown policy and those there are.
-    """
-    trace, window = simulation.trace, question.window
-    first = first_counted(trace, window)
-    spread = each or in_turn(simulation)
-    found = simulate(
-        simulation,
-        question.policies,
-        question.sizes,
-        window=window,
-        semantics=question.semantics,
-        cost=question.cost,
-        link=question.link,
-        each=spread,
-        progress=progress,
-    )
-    _price_curve(simulation, question, found["lru_curve"])
-    choice = found["recommendation"]["choice"]
-    if choice is not None:
-        choice["size_bytes"] = _bytes(question, simulation, choice["size_blocks"])
-    ceiling = simulation.ceiling_hits()
-    found["ceilings"] = {
-        name: asdict(simulation.ratios(ceiling, name)) for name in ("all", "last_half")
-    }
-    if question.tiers:
-        found["hierarchies"] = _hierarchies(simulation, question, spread, progress)
-    if question.windows is not None:
-        # What is on SSD stays for days: the pool is asked about hits that nothing evicts.
-        windows = window_report(trace, ceiling, question.windows, first)
-        if question.cost is not None:
-            windows["replay_seconds"] = windows["replayed_tokens"] / question.cost.prefill_tps
-        found["window_pool"] = windows
-        found["recommendation"]["window"] = _window_advice(windows)
-    found["hints"] = hints(simulation, found, first)
-    found["recommendation"]["text"] = sentences(simulation, question, found)
-    return {
-        "schema": SCHEMA,
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace),
-            "seconds": int(trace.arrival[-1] - trace.arrival[0]) / SECOND if len(trace) else 0.0,
-            "block_tokens": trace.block_tokens,
-            "block_references": trace.references,
-            "distinct_blocks": trace.distinct_blocks,
-            "bytes_per_token": None
-            if question.token_bytes is None
-            else float(question.token_bytes),
+    progress: Progress = lambda _: None,
+) -> Report:
+    """Simulate a trace with ``options``. ``each`` runs the tasks, by default one after the other."""
+    trace, spread = simulation.trace, each or in_turn(simulation)
+    first = first_counted(trace, options.interval)
+    tasks = [(policy, size, options) for policy in options.policies for size in options.sizes]
+    rows, costs = [], []
+    for row, spent in spread(_row, tasks):
+        progress(f"{row.trace}: {row.policy}, {row.size_blocks:,} blocks")
+        rows.append(row)
+        if spent is not None:
+            size_bytes = options.size_bytes(row.size_blocks, trace.block_tokens)
+            costs.append(RowCost(row.policy, row.size_blocks, size_bytes, spent))
+    hits = simulation.infinite_cache_hits()
+    windows = None
+    if options.windows is not None:
+        # Blocks on SSD stay for days, so the pool is simulated with hits that nothing evicts.
+        speed = None if options.cost is None else options.cost.prefill_tps
+        windows = window_report(trace, hits, options.windows, first, prefill_tps=speed)
+    advice = recommend(simulation, options, rows, windows, first, progress)
+    ratios = simulation.ratios(hits, first)
+    report = Report(
+        trace=_facts(trace, options),
+        rows=rows,
+        costs=None if options.cost is None else costs,
+        infinite_cache=InfiniteCache(trace.distinct_blocks, ratios, options.interval),
+        lru_curve=_curve(simulation, options),
+        recommendation=advice,
+        infinite_cache_of={
+            name: simulation.ratios(hits, first_counted(trace, name))
+            for name in ("all", "last_half")
         },
-        **found,
-    }
+        hierarchies=_hierarchies(simulation, options, spread, progress) if options.tiers else None,
+        window_pool=windows,
+        hints=hints(simulation, rows, first),
+    )
+    text = recommendation_lines(report, options, is_bounded=simulation.request_share is not None)
+    return replace(report, recommendation=replace(advice, text=tuple(text)))
 
 
-def _price_curve(
-    simulation: Simulation, question: Question, points: Sequence[dict[str, Any]]
-) -> None:
-    """Add bytes, and mean times to first token, to the points of the LRU curve."""
-    for point in points:
-        point["size_bytes"] = _bytes(question, simulation, point["size_blocks"])
-        if question.cost is not None:
-            hits = simulation.curve.hits(point["size_blocks"])
-            spent = times(simulation, hits, question.window, question.cost, question.link)
-            point["ttft_seconds"] = spent["ttft_seconds"]
+def _row(
+    simulation: Simulation, task: tuple[str, Size, SimulateOptions]
+) -> tuple[Row, FirstToken | None]:
+    policy, size, options = task
+    row, hits = simulation.run(policy, size, options.interval, options.semantics)
+    return row, simulation.first_token(hits, options)
+
+
+def _facts(trace: Trace, options: SimulateOptions) -> TraceFacts:
+    token_bytes = options.token_bytes
+    return TraceFacts(
+        name=trace.name,
+        requests=len(trace),
+        seconds=int(trace.arrival[-1] - trace.arrival[0]) / SECOND if len(trace) else 0.0,
+        block_tokens=trace.block_tokens,
+        block_references=trace.references,
+        distinct_blocks=trace.distinct_blocks,
+        bytes_per_token=None if token_bytes is None else float(token_bytes),
+    )
+
+
+def _curve(simulation: Simulation, options: SimulateOptions) -> list[CurvePoint]:
+    """Return points of the exact LRU curve, dense where caches are small."""
+    trace, first = simulation.trace, first_counted(simulation.trace, options.interval)
+    sizes, _ = simulation.curve.points(first)
+    if len(sizes) > CURVE_POINTS:
+        spaced = np.geomspace(1, int(sizes[-1]), CURVE_POINTS - 1).round().astype(np.int64)
+        sizes = np.unique(np.concatenate([[0], spaced]))
+    points = []
+    for size in sizes.tolist():
+        hits = simulation.curve.hits(size)
+        ratios, spent = simulation.ratios(hits, first), simulation.first_token(hits, options)
+        points.append(
+            CurvePoint(
+                size_blocks=size,
+                size_fraction=size / trace.distinct_blocks,
+                prefix_hit_ratio=ratios.prefix_hit_ratio,
+                prefix_token_hit_ratio=ratios.prefix_token_hit_ratio,
+                size_bytes=options.size_bytes(size, trace.block_tokens),
+                ttft_seconds=None if spent is None else spent.ttft_seconds,
+            )
+        )
+    return points
 
 
 def _hierarchies(
-    simulation: Simulation, question: Question, each: Each, progress: Callable[[str], object]
-) -> list[dict[str, Any]]:
-    trace, first = simulation.trace, first_counted(simulation.trace, question.window)
-    policies = [policy for policy in question.policies if policy != OPTIMAL]
-    tasks = [(policy, tuple(question.tiers), question.inclusion) for policy in policies]
+    simulation: Simulation, options: SimulateOptions, each: Each, progress: Progress
+) -> list[Hierarchy]:
+    trace = simulation.trace
+    policies = [policy for policy in options.policies if policy != OPTIMAL]
     found = []
-    for policy, flow in zip(policies, each(_flow, tasks), strict=True):
-        progress(f"{trace.name}: {policy}, {len(question.tiers)} tiers")
-        parts = tiers_report(
-            trace, question.tiers, flow, first, question.token_bytes, question.cost
-        )
-        name = {"policy": policy, "inclusion": question.inclusion, "window": question.window}
-        found.append(name | parts)
+    flows = each(_flow, [(policy, options) for policy in policies])
+    for policy, flow in zip(policies, flows, strict=True):
+        progress(f"{trace.name}: {policy}, {len(options.tiers)} tiers")
+        found.append(hierarchy_report(trace, flow, options, policy))
     return found
 
 
-def _flow(simulation: Simulation, task: tuple[str, Sequence[Tier], Inclusion]) -> Flow:
-    policy, tiers, inclusion = task
-    return simulate_tiers(simulation.trace, tiers, inclusion, policy, simulation.request_share)
-
-
-def _bytes(question: Question, simulation: Simulation, blocks: int) -> int | None:
-    if question.token_bytes is None:
-        return None
-    return round(blocks * question.token_bytes * simulation.trace.block_tokens)
-
-
-# ---- in words ----------------------------------------------------------------------------------
-
-
-def sentences(simulation: Simulation, question: Question, found: dict[str, Any]) -> list[str]:
-    """Return the recommendation in plain words, one sentence each."""
-    advice = found["recommendation"]
-    choice = advice["choice"]
-    if choice is None:
-        said = ["nothing is used twice, so no cache of any size hits anything"]
-    else:
-        said = _choice_sentences(question, simulation, choice)
-        bound = " without --request-share" if simulation.request_share is not None else ""
-        said += [
-            f"with {gain['size_blocks']:,} blocks {gain['policy']} hits "
-            f"{100 * gain['gain_over_lru']:.1f} points more than lru"
-            for gain in advice["gains"]
-        ]
-        said += [
-            f"lru{bound} has {share} of the ceiling with {_amount(question, simulation, blocks)}"
-            for share, blocks in list(advice["sizes"].items())[1:]
-        ]
-    if "window_pool" in found:
-        said.append(_window_sentence(advice["window"]))
-    if question.cost is not None:
-        rate = size_text(question.cost.break_even)
-        said.append(f"loading is faster than computing from {rate}/s on")
-    for tiers in found.get("hierarchies", ()):
-        if tiers["policy"] == advice["policy"]:
-            said.extend(_tier_sentences(tiers))
-    return said
-
-
-def _choice_sentences(
-    question: Question, simulation: Simulation, choice: dict[str, Any]
-) -> list[str]:
-    """Return what to use, and how the other policies compare with the same size."""
-    policy, mine = choice["policy"], choice["prefix_token_hit_ratio"]
-    use = (
-        f"use {policy} with {_amount(question, simulation, choice['size_blocks'])}: it hits {mine:.1%} "
-        f"of tokens, and {choice['share_of_ceiling']:.1%} of the blocks that a cache without bounds hits"
+def _flow(simulation: Simulation, task: tuple[str, SimulateOptions]) -> Flow:
+    policy, options = task
+    return simulate_tiers(
+        simulation.trace, options.tiers, options.inclusion, policy, simulation.request_share
     )
-    others = ", ".join(
-        f"{name} {100 * (ratio - mine):+.1f} points" for name, ratio in choice["others"].items()
-    )
-    if policy == LRU:
-        return [use, *([f"other policies with that size: {others}"] if others else [])]
-    needed = _amount(question, simulation, choice["lru_size_blocks"])
-    return [use, f"lru needs {needed} for that share; with the size of {policy}: {others}"]
-
-
-def _amount(question: Question, simulation: Simulation, blocks: int) -> str:
-    share = f"{blocks / simulation.trace.distinct_blocks:.1%} of all blocks"
-    size = _bytes(question, simulation, blocks)
-    count = f"{blocks:,} blocks"
-    return f"{count}, {share}" if size is None else f"{size_text(size)} of SSD ({count}, {share})"
-
-
-def _window_advice(pool: dict[str, Any]) -> dict[str, Any]:
-    """Return the shortest time to live of the curve that keeps nearly what one without end does."""
-    *points, without_end = pool["curve"]
-    enough = (point for point in points if point["kept"] >= WINDOW_SHARE * without_end["kept"])
-    chosen = next(enough, points[-1])
-    return {
-        "ttl_seconds": chosen["ttl_seconds"],
-        "kept": chosen["kept"],
-        "kept_without_end": without_end["kept"],
-    }
-
-
-def _window_sentence(advice: dict[str, Any]) -> str:
-    kept, most = f"{advice['kept']:.0%}", f"{advice['kept_without_end']:.0%}"
-    bound = "" if kept == most else f", of {most} that any would"
-    return f"a window TTL of {advice['ttl_seconds']:g} s keeps {kept} of turns from replay{bound}"
-
-
-def _tier_sentences(found: dict[str, Any]) -> list[str]:
-    total = f"{found['prefix_token_hit_ratio']:.1%} of tokens"
-    parts = ", ".join(
-        f"{tier['prefix_token_hit_ratio']:.1%} from {tier['name']}" for tier in found["tiers"]
-    )
-    said = [f"with these tiers under {found['policy']}: {total} hit, {parts}"]
-    said.extend(
-        f"{found['policy']} writes {size_text(tier['written_bytes_per_day'])} a day to ssd"
-        for tier in found["tiers"]
-        if tier["name"] == "ssd" and tier["written_bytes_per_day"] is not None
-    )
-    if "ttft_seconds" in found:
-        mean, without = found["ttft_seconds"]["mean"], found["without_cache"]["mean"]
-        said.append(
-            f"{found['policy']}: first token after {mean:.2f} s on average instead of {without:.2f} s "
-            "(prefill only, no queue)"
-        )
-    return said

@@ -1,4 +1,4 @@
-"""The window pool of a trace: whose last tokens are at hand, and who has to run them again.
+"""Simulated window pool: which requests find the window KV of their last tokens, and which replay it.
 
 The rules are those of ``kvstore.tier.window.WindowPool``, on sizes alone; ``tests/simulate`` compares the
 two after each request.
@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.simulate.json_form import INLINE, OPTIONAL
 from kvstore.trace.columns import SECOND, Ints, Trace
 
 TTLS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Seconds at which the curve is drawn: from a tool call to a pause for lunch. Half of an agent's calls
-come within 18 s, 99 % within 2,190 s (48,000 calls of the Weka traces)."""
+"""TTLs of the curve, in seconds. Half of an agent's calls follow within 18 s of the previous one, 99 %
+within 2,190 s (48,000 calls of the Weka traces)."""
 TTL_SHARES = (0.90, 0.95, 0.99)
-"""Shares of turns for which a report names a time to live."""
+"""Shares of turns for which a report names a TTL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A window pool, as a user describes it."""
+    """Options of a window pool."""
 
     tokens: int
-    """W: how many of the last tokens a window layer reads."""
+    """W: last tokens that a window layer reads."""
     ttl: float
-    """Seconds that a window is kept after it was put there."""
+    """TTL: seconds that a window is kept after it was put into the pool."""
     budget: int | None = None
-    """Tokens whose rows it holds at most; None for no bound."""
+    """Capacity in tokens; None for no limit."""
 
 
 class Pool:
-    """Windows by the block that each ends with: a cap, a time to live, least recent out first."""
+    """Windows by the block that each ends with: LRU within a capacity, with a TTL."""
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -47,10 +47,10 @@ class Pool:
         self.used = 0
         self.evicted = 0
         self.expired = 0
-        self._due: deque[tuple[float, int]] = deque()  # as all live equally long, in order
+        self._due: deque[tuple[float, int]] = deque()  # in order, as all have the same TTL
 
     def use(self, block: int, now: float) -> bool:
-        """Say whether the window that ends with ``block`` is there, and make it recent."""
+        """Return whether the pool holds the window that ends with ``block``, and make it most recent."""
         found = self.held.get(block)
         if found is None or found[0] <= now:
             return False
@@ -58,7 +58,7 @@ class Pool:
         return True
 
     def put(self, block: int, tokens: int, now: float) -> None:
-        """Keep the window that ends with ``block``, in place of one that is there."""
+        """Put the window that ends with ``block``, replacing an earlier one."""
         self._expire(now)
         if tokens > self._budget:
             return
@@ -83,10 +83,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of each request's window."""
+    """Outcome of a simulated window pool."""
 
     replayed: Ints
-    """Tokens that were run again, at most W, [requests]; 0 where the window was there."""
+    """Replayed tokens, at most W, [requests]; 0 where the pool had the window."""
     evicted: int
     expired: int
 
@@ -99,11 +99,11 @@ def simulate_windows(
 ) -> Outcome:
     """Run a trace whose requests hit these blocks, [requests], through a window pool.
 
-    A request needs the window that ends its hit. Where it is gone, the last W tokens are run again,
-    and the window is there anew. Its own window is put at the end of its prompt. Windows end at
-    whole blocks, so a block that a prompt fills in part neither needs nor leaves one.
+    A request needs the window that ends its hit. If the pool has lost it, the last W tokens are
+    replayed and the window is put again. The request then puts the window that ends its prompt.
+    Windows end at whole blocks, so a partly filled block neither needs nor puts one.
 
-    Cost: O(1) a request.
+    Cost: O(1) per request.
     """
     pool = Pool(windows)
     replayed = np.zeros(len(trace), np.int64)
@@ -126,12 +126,12 @@ def simulate_windows(
 
 
 def whole_blocks(trace: Trace) -> Ints:
-    """Return how many blocks each prompt fills, [requests]."""
-    return np.minimum(trace.path_blocks, trace.input_tokens // max(1, trace.block_tokens))
+    """Return the blocks that each prompt fills completely, [requests]."""
+    return np.minimum(trace.chain_blocks, trace.input_tokens // max(1, trace.block_tokens))
 
 
 def all_window_tokens(trace: Trace, windows_tokens: int) -> int:
-    """Return the tokens that the windows of all prompts of a trace have: 100 % of a budget."""
+    """Return the tokens of the windows of all prompts of a trace: 100 % of a budget."""
     whole = whole_blocks(trace)
     used = whole > 0
     _, first = np.unique(trace.blocks[(trace.offsets[:-1] + whole)[used] - 1], return_index=True)
@@ -139,53 +139,83 @@ def all_window_tokens(trace: Trace, windows_tokens: int) -> int:
     return int(np.minimum(sizes, windows_tokens).sum())
 
 
-def window_report(
-    trace: Trace, hits: Ints, windows: Windows, first: int, ttls: Sequence[float] = TTLS
-) -> dict[str, Any]:
-    """Return what a pool keeps from replay, and the same for other times to live.
+@dataclass(frozen=True, slots=True)
+class TtlPoint:
+    """Result of a window pool with one TTL."""
 
-    ``first`` is the first request that is counted. ``kept`` is the share of requests with a hit
-    whose window was there, and ``kept_token_ratio`` that share with each weighed by its hit.
-    """
+    ttl_seconds: float | None
+    """None for an infinite TTL."""
+    turns: int
+    """Counted requests with a hit."""
+    replays: int
+    replayed_tokens: int
+    kept: float
+    """Share of the turns whose window was in the pool."""
+    kept_token_ratio: float
+    """The same, with each turn weighted by its hit."""
+    evicted: int
+    expired: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowReport:
+    """Result of a window pool, and of the same pool with other TTLs."""
+
+    window_tokens: int
+    budget_tokens: int | None
+    asked: TtlPoint = field(metadata=INLINE)
+    """The point of the requested TTL."""
+    curve: Sequence[TtlPoint]
+    """By TTL; the last is infinite."""
+    ttl_for: Mapping[str, float | None]
+    """Shortest TTL of the curve for each of ``TTL_SHARES``; None where none reaches it."""
+    replay_seconds: float | None = field(default=None, metadata=OPTIONAL)
+    """Compute time of the replays; None where the engine's speed is unknown."""
+
+
+def window_report(
+    trace: Trace,
+    hits: Ints,
+    windows: Windows,
+    first: int,
+    ttls: Sequence[float] = TTLS,
+    prefill_tps: float | None = None,
+) -> WindowReport:
+    """Simulate a window pool with its own TTL and others. ``first`` is the first counted request."""
     points = [
         _point(trace, hits, replace(windows, ttl=ttl), first)
         for ttl in sorted({*ttls, windows.ttl, math.inf})
     ]
-    mine = next(each for each in points if each["ttl_seconds"] == _finite(windows.ttl))
-    return {
-        "window_tokens": windows.tokens,
-        "budget_tokens": windows.budget,
-        **mine,
-        "curve": points,
-        "ttl_for": {
-            f"{share:.0%}": next(
-                (p["ttl_seconds"] for p in points if p["ttl_seconds"] and p["kept"] >= share), None
-            )
-            for share in TTL_SHARES
-        },
+    asked = next(each for each in points if each.ttl_seconds == _finite(windows.ttl))
+    ttl_for = {
+        f"{share:.0%}": next(
+            (p.ttl_seconds for p in points if p.ttl_seconds and p.kept >= share), None
+        )
+        for share in TTL_SHARES
     }
+    seconds = None if prefill_tps is None else asked.replayed_tokens / prefill_tps
+    return WindowReport(windows.tokens, windows.budget, asked, points, ttl_for, seconds)
 
 
-def _point(trace: Trace, hits: Ints, windows: Windows, first: int) -> dict[str, Any]:
+def _point(trace: Trace, hits: Ints, windows: Windows, first: int) -> TtlPoint:
     outcome = simulate_windows(trace, hits, windows)
-    hits = np.minimum(hits, whole_blocks(trace))
-    turns: NDArray[np.bool_] = hits[first:] > 0
+    reach = np.minimum(hits, whole_blocks(trace))[first:] * trace.block_tokens
     replayed = outcome.replayed[first:]
-    reach = hits[first:] * trace.block_tokens
     lost = int(reach[replayed > 0].sum())
+    turns: NDArray[np.bool_] = reach > 0
     replays, asked = int((replayed > 0).sum()), int(turns.sum())
-    return {
-        "ttl_seconds": _finite(windows.ttl),
-        "turns": asked,
-        "replays": replays,
-        "replayed_tokens": int(replayed.sum()),
-        "kept": 1 - replays / asked if asked else 1.0,
-        "kept_token_ratio": 1 - lost / int(reach.sum()) if asked else 1.0,
-        "evicted": outcome.evicted,
-        "expired": outcome.expired,
-    }
+    return TtlPoint(
+        ttl_seconds=_finite(windows.ttl),
+        turns=asked,
+        replays=replays,
+        replayed_tokens=int(replayed.sum()),
+        kept=1 - replays / asked if asked else 1.0,
+        kept_token_ratio=1 - lost / int(reach.sum()) if asked else 1.0,
+        evicted=outcome.evicted,
+        expired=outcome.expired,
+    )
 
 
 def _finite(ttl: float) -> float | None:
-    """Return a time to live as JSON has it: None for one without end."""
+    """Return a TTL as JSON has it: None for an infinite one."""
     return None if ttl == math.inf else ttl

@@ -1,1 +1,1 @@
-"""Recorded requests: read, cut, written, and seen as paths of segments."""
+"""Recorded requests: reading, cutting, merging, writing and anonymising traces."""

@@ -1,4 +1,4 @@
-"""Whether block ids are chained, and how they become so."""
+"""Chained block ids: checking that ids name prefixes, and re-keying those that name blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvstore.errors import TraceError
 from kvstore.trace.columns import Numbers, Trace
 
 STEP = 1 << 22
-"""References looked at in one go, which bounds the memory for what is between."""
+"""References processed at once, which bounds the memory of temporary arrays."""
 
 
 def parents(trace: Trace) -> Numbers:
-    """Return the parent of each block, -1 of a first one, [distinct blocks].
+    """Return the parent of each block, -1 for a first one, [distinct blocks].
 
     Raises:
-        TraceError: if an id has two parents: it names a block alone, and cannot be a path. With one
-            parent each, no id lies at two depths, nor twice in a request.
+        TraceError: if an id has two parents, so that it names a block and not a prefix. With one parent
+            each, no id is at two depths or twice in a request.
     """
     parent = np.full(trace.distinct_blocks, -2, np.int32)
     for blocks, above in _steps(trace):
@@ -30,16 +30,16 @@ def parents(trace: Trace) -> Numbers:
             block = int(blocks[wrong[0]])
             raise TraceError(
                 trace.name,
-                f"block id {block} (in order of first appearance or size) comes after two different "
+                f"block id {block} (in order of first appearance or size) follows two different "
                 "blocks, so ids name blocks and not prefixes; re-key them (--unchained rekey)",
             )
     return parent
 
 
 def _steps(trace: Trace) -> Iterator[tuple[Numbers, Numbers]]:
-    """Yield all references with the id before each, a part at a time."""
+    """Yield batches of references with the id before each."""
     blocks = trace.blocks
-    firsts = trace.offsets[:-1][trace.path_blocks > 0]
+    firsts = trace.offsets[:-1][trace.chain_blocks > 0]
     for start in range(0, len(blocks), STEP):
         stop = min(start + STEP, len(blocks))
         above = np.empty(stop - start, np.int32)

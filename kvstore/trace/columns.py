@@ -1,4 +1,4 @@
-"""A trace as columns: who asked when, how long it was, and which blocks it was made of."""
+"""Trace in memory: arrival times, lengths, sessions and block ids of requests, as arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNKNOWN = -1
-"""Session of a request that names none."""
+"""Session number of a request without a session."""
 SECOND, MILLISECOND = 1_000_000, 1_000
 """In microseconds, the unit of ``Trace.arrival``."""
 
@@ -22,11 +22,11 @@ class Trace:
     """Requests in the order of their arrival.
 
     Invariants:
-        ``arrival`` never falls. Block ids are dense: every number below ``distinct_blocks`` occurs.
-        An id is *chained*: it names a block and everything before it, so an id has one parent.
-        A trace of lengths alone has no block ids at all, and ``block_tokens`` 0.
+        ``arrival`` is non-decreasing. Block ids are dense: every number below ``distinct_blocks`` occurs.
+        An id is *chained*: it names a block and all blocks before it, so an id has one parent. A trace
+        of lengths only has no block ids, and ``block_tokens`` 0.
 
-    Cost: 4 bytes a block reference, 36 bytes a request.
+    Cost: 4 bytes per block reference, 36 bytes per request.
     """
 
     name: str
@@ -38,35 +38,35 @@ class Trace:
     output_tokens: Ints
     """Tokens of each answer, [requests]."""
     sessions: Numbers
-    """Number of each request's session, [requests]; ``UNKNOWN`` where it names none."""
+    """Session number of each request, [requests]; ``UNKNOWN`` without a session."""
     offsets: Ints
-    """Where each request's blocks begin in ``blocks``, [requests + 1]."""
+    """Start of each request's blocks in ``blocks``, [requests + 1]."""
     blocks: Numbers
-    """Ids of all prompts' blocks, in prefix order, end to end, [references]."""
+    """Concatenated block ids of all prompts, in prefix order, [references]."""
     distinct_blocks: int
     reordered: int = 0
-    """Requests that came before one with an earlier time, and were sorted."""
+    """Requests that were out of order in the file and were sorted."""
 
     def __len__(self) -> int:
         return len(self.arrival)
 
     @property
     def references(self) -> int:
-        """How many block ids it holds in all."""
+        """Number of block ids."""
         return len(self.blocks)
 
     @property
-    def path_blocks(self) -> Ints:
+    def chain_blocks(self) -> Ints:
         """Blocks of each prompt, [requests]."""
         return np.diff(self.offsets)
 
-    def path(self, request: int) -> Numbers:
+    def chain(self, request: int) -> Numbers:
         """Return the block ids of one prompt, in prefix order."""
         return self.blocks[self.offsets[request] : self.offsets[request + 1]]
 
     def take(self, requests: Ints) -> Trace:
-        """Return a trace of some requests, which are given in ascending order."""
-        sizes = self.path_blocks[requests]
+        """Return a trace of some requests, given in ascending order."""
+        sizes = self.chain_blocks[requests]
         offsets = ends(sizes)
         within = np.arange(offsets[-1], dtype=np.int64) - np.repeat(offsets[:-1], sizes)
         blocks = self.blocks[np.repeat(self.offsets[:-1][requests], sizes) + within]
@@ -86,16 +86,16 @@ class Trace:
 
 
 def ends(sizes: NDArray[np.integer] | Sequence[int]) -> Ints:
-    """Return where runs of these sizes begin and end, laid end to end: one more than the sizes."""
+    """Return the boundaries of consecutive ranges of these sizes, [sizes + 1]."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets
 
 
 def dense(ids: NDArray[np.integer]) -> tuple[Numbers, int]:
-    """Return non-negative ids as numbers without gaps, in the same order, and how many there are.
+    """Return non-negative ids as dense numbers in the same order, and the number of distinct ids.
 
-    Cost: one pass and a byte an id where ids are about as many as references; else a sort.
+    Cost: one pass and a byte per id where ids are about as many as references; otherwise a sort.
     """
     if not len(ids):
         return ids.astype(np.int32), 0

@@ -1,9 +1,8 @@
-"""Traces made of others: the first requests, some of the sessions, several at once."""
+"""Traces derived from others: first requests, sampled sessions, merged traces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,16 +15,15 @@ def head(trace: Trace, requests: int) -> Trace:
 
 
 def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
-    """Return about a share of the sessions, each whole; requests without one are drawn singly.
+    """Return a random share of the sessions, each whole, and of the requests without a session.
 
-    Requests of one session share most of what is reused, so drawing them singly would lose it.
+    Sessions stay whole because most reuse is within a session.
 
     Raises:
-        ValueError: if the share is not above 0 and at most 1, or nothing is drawn.
+        ValueError: if the share is not above 0 and at most 1, or no request is drawn.
     """
     if not 0 < share <= 1:
-        msg = f"expected a share above 0 and at most 1, found {share}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a share above 0 and at most 1, found {share}")
     draw = np.random.default_rng(seed)
     chosen = draw.random(int(trace.sessions.max(initial=UNKNOWN)) + 1) < share
     singly = draw.random(len(trace)) < share
@@ -33,18 +31,18 @@ def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
     taken = singly & ~known
     taken[known] = chosen[trace.sessions[known]]
     if not taken.any():
-        msg = f"a share of {share} drew none of {len(trace):,} requests; take a larger one"
+        msg = f"a share of {share} drew none of {len(trace):,} requests; use a larger one"
         raise ValueError(msg)
     return trace.take(np.flatnonzero(taken))
 
 
 def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace:
-    """Return traces that share no block as one, in the order of arrival.
+    """Return several traces as one, in the order of arrival. Their blocks count as different.
 
-    With ``spread``, each trace begins at a time drawn uniformly from that many seconds.
+    With ``spread``, each trace starts at a time drawn uniformly from that many seconds.
 
     Raises:
-        ValueError: if their blocks differ in size.
+        ValueError: if their block sizes differ.
     """
     sizes = {trace.block_tokens for trace in traces if trace.block_tokens}
     if len(sizes) > 1 or not traces:
@@ -57,7 +55,7 @@ def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace
     order = np.argsort(arrival, kind="stable")
     first_block = ends([trace.distinct_blocks for trace in traces])
     first_session = ends([int(trace.sessions.max(initial=UNKNOWN)) + 1 for trace in traces])
-    paths = ends(np.concatenate([trace.path_blocks for trace in traces]))
+    offsets = ends(np.concatenate([trace.chain_blocks for trace in traces]))
     whole = Trace(
         name="+".join(trace.name for trace in traces),
         block_tokens=max(sizes, default=0),
@@ -70,7 +68,7 @@ def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace
                 for trace, first in zip(traces, first_session[:-1], strict=True)
             ]
         ).astype(np.int32),
-        offsets=paths,
+        offsets=offsets,
         blocks=np.concatenate(
             [
                 trace.blocks + np.int32(first)
@@ -79,5 +77,4 @@ def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace
         ),
         distinct_blocks=int(first_block[-1]),
     )
-    taken = whole.take(order)
-    return replace(taken, reordered=0)
+    return whole.take(order)

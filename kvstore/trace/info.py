@@ -1,4 +1,4 @@
-"""What a trace is like: its size, how much of it is reused, and after how long."""
+"""Statistics of a trace: size, reuse, and time between uses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.trace.chains import Chains, Links, chains_of, links_of
 from kvstore.trace.columns import SECOND, UNKNOWN, Ints, Trace
-from kvstore.trace.paths import Links, Paths, links_of, paths_of
 
 PERCENTILES = (50, 90, 99)
 
 
 def info(trace: Trace) -> dict[str, Any]:
-    """Return the facts about a trace; those about blocks are None if it has lengths only.
+    """Return the statistics of a trace; those of blocks are None if it has lengths only.
 
     Raises:
         TraceError: if its block ids name blocks and not prefixes.
@@ -34,23 +34,23 @@ def info(trace: Trace) -> dict[str, Any]:
     if not trace.references:
         names = ("segments", "path_blocks", "once_only", "reuse_seconds", "ceiling")
         return facts | dict.fromkeys(names)
-    paths = paths_of(trace)
-    return facts | _reuse(trace, paths, links_of(paths))
+    chains = chains_of(trace)
+    return facts | _reuse(trace, chains, links_of(chains))
 
 
-def _reuse(trace: Trace, paths: Paths, links: Links) -> dict[str, Any]:
-    uses = np.bincount(paths.refs, minlength=paths.segments)
-    lengths = trace.path_blocks
+def _reuse(trace: Trace, chains: Chains, links: Links) -> dict[str, Any]:
+    uses = np.bincount(chains.refs, minlength=chains.segments)
+    lengths = trace.chain_blocks
     reused = int(links.blocks.sum())
     gaps = trace.arrival[links.later] - trace.arrival[links.earlier]
     served = np.bincount(links.later, links.blocks, len(trace)).astype(np.int64)
     tokens = np.minimum(served * trace.block_tokens, trace.input_tokens)
     return {
-        "segments": paths.segments,
-        "segment_references": len(paths.refs),
+        "segments": chains.segments,
+        "segment_references": len(chains.refs),
         "path_blocks": {"median": float(np.median(lengths)), "max": int(lengths.max())},
         "has_partial_blocks": bool((lengths * trace.block_tokens > trace.input_tokens).any()),
-        "once_only": float(paths.blocks[uses == 1].sum() / trace.distinct_blocks),
+        "once_only": float(chains.blocks[uses == 1].sum() / trace.distinct_blocks),
         "reuse_seconds": weighted(gaps / SECOND, links.blocks),
         "ceiling": {
             "prefix_hit_ratio": reused / trace.references,
@@ -60,13 +60,13 @@ def _reuse(trace: Trace, paths: Paths, links: Links) -> dict[str, Any]:
 
 
 def weighted(values: NDArray[np.float64], weights: Ints) -> dict[str, float] | None:
-    """Return percentiles of values that count as often as they weigh, None of none."""
+    """Return weighted percentiles; None without values."""
     if not len(values):
         return None
     order = np.argsort(values, kind="stable")
     total = np.cumsum(weights[order])
-    places = np.searchsorted(total, np.array(PERCENTILES) * int(total[-1]) / 100)
+    at = np.searchsorted(total, np.array(PERCENTILES) * int(total[-1]) / 100)
     return {
-        f"p{percent}": float(values[order[place]])
-        for percent, place in zip(PERCENTILES, places, strict=True)
+        f"p{percent}": float(values[order[number]])
+        for percent, number in zip(PERCENTILES, at, strict=True)
     }

@@ -1,4 +1,4 @@
-"""Bytes of traces: plain, gzip or zstd; one file, a directory, a tar, or standard input."""
+"""Bytes of trace files: plain, gzip or zstd; one file, a directory, a tar, or standard input."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvstore.errors import TraceError
 from kvstore.output.files import PUBLIC, written
 
 WINDOW_BYTES = 1 << 27
-"""Largest zstd window that is accepted: what ``zstd --long=27`` writes, its decoder's own limit."""
+"""Largest accepted zstd window: that of ``zstd --long=27``, the decoder's own limit."""
 CHUNK_BYTES = 1 << 14
-"""Compressed bytes that are decompressed in one go: traces shrink 200 times, so 3 MB of text."""
+"""Compressed bytes decompressed at once: about 3 MB of text, as traces shrink 200 times."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 TAR_AT, TAR = 257, b"ustar"
 BROKEN = (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError, tarfile.TarError)
-"""What reading of packed bytes raises that are damaged, or end too early."""
+"""Exceptions of corrupt or truncated compressed bytes."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file by what it begins with, decompressed; ``-`` is standard input.
+    """Open a file and decompress it, by its first bytes; ``-`` is standard input.
 
     Raises:
         TraceError: if it cannot be opened or decompressed.
@@ -64,13 +64,13 @@ def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd as one stream. Unlike the library's own reader it knows a cut one."""
+    """zstd frames as one stream. Unlike the library's reader, it detects truncation."""
 
     def __init__(self, raw: io.BufferedReader) -> None:
         self._raw = raw
         self._frames = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
         self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._packed = b""
+        self._compressed = b""
         self._ready = memoryview(b"")
 
     @override
@@ -80,16 +80,16 @@ class _Zstd(io.RawIOBase):
     @override
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            if not self._packed:
-                self._packed = self._raw.read(CHUNK_BYTES)
-            if not self._packed:
+            if not self._compressed:
+                self._compressed = self._raw.read(CHUNK_BYTES)
+            if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("the file ends before its last frame does")  # noqa: EM101
+                    raise EOFError("the file ends inside a frame")  # noqa: EM101
                 return 0
             if self._frame is None:
                 self._frame = self._frames.decompressobj()
-            self._ready = memoryview(self._frame.decompress(self._packed))
-            self._packed = self._frame.unused_data
+            self._ready = memoryview(self._frame.decompress(self._compressed))
+            self._compressed = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None
         count = min(len(buffer), len(self._ready))
@@ -99,14 +99,14 @@ class _Zstd(io.RawIOBase):
 
 
 def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
-    """Yield the name and the bytes of each file in a directory or tar, by name; else of the file.
+    """Yield the name and the bytes of each file of a directory or tar, by name; otherwise of the file.
 
-    What is yielded is valid until the next one is asked for.
+    A stream is valid until the next one is yielded.
     """
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())
         if not files:
-            raise TraceError(path, "an empty directory")
+            raise TraceError(path, "is an empty directory")
         for file in files:
             with opened(file) as stream:
                 yield str(file.relative_to(path)), stream
@@ -124,9 +124,7 @@ def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
 
 @contextmanager
 def created(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file, compressed if its name ends in .zst or .gz; ``-`` is standard output.
-
-    A file is there whole or not at all.
+    """Write a file atomically, compressed if its name ends in .zst or .gz; ``-`` is standard output.
 
     Raises:
         StoreError: if it cannot be written.
@@ -144,17 +142,17 @@ def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
         with zstandard.ZstdCompressor(level=10).stream_writer(file, closefd=False) as writer:
             yield cast("IO[bytes]", writer)
     elif path.suffix == ".gz":
-        # No time in the header: the same trace is the same bytes.
-        with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
-            yield cast("IO[bytes]", packed)
+        # No time in the header, so that the same trace gives the same bytes.
+        with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as writer:
+            yield cast("IO[bytes]", writer)
     else:
         yield file
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the digest of a file as it lies there, in hex; None of what can be read only once.
+    """Return the SHA-256 of a file's stored bytes, in hex; None for a stream.
 
-    Of a directory it is that of the lines that ``sha256sum`` prints for its files, by name.
+    The digest of a directory is that of the output of ``sha256sum`` for its files, by name.
 
     Raises:
         TraceError: if it cannot be opened.

@@ -1,4 +1,4 @@
-"""Traces as files: JSON lines as Mooncake or Bailian have them."""
+"""Writing of traces as JSON lines in the Mooncake or Bailian format."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from kvstore.trace.columns import MILLISECOND, SECOND, UNKNOWN, Trace
 from kvstore.trace.source import created
 
 BAILIAN_TOKENS = 16
-"""Tokens of a block in that format, which has no field for it."""
+"""Tokens of a block in the Bailian format, which has no field for it."""
 
 
 def write(trace: Trace, path: Path, form: str = "mooncake") -> None:
-    """Write a trace; a name in .gz or .zst is compressed, ``-`` is standard output.
+    """Write a trace, compressed if the name ends in .gz or .zst; ``-`` is standard output.
 
-    The same trace gives the same bytes. Nothing but numbers is written.
+    The same trace gives the same bytes. Only numbers are written.
 
     Raises:
-        ValueError: if there is no such format, or it cannot hold the trace.
+        ValueError: for an unknown format, or one that cannot hold the trace.
     """
     if form not in WRITERS:
-        msg = f"no format named {form!r} to write; expected one of {', '.join(WRITERS)}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown output format {form!r}; expected one of {', '.join(WRITERS)}")
     lines = WRITERS[form](trace)
     with created(path) as stream:
         for line in lines:
@@ -37,7 +36,7 @@ def _mooncake(trace: Trace) -> Iterator[dict[str, Any]]:
             "timestamp": _in_units(int(trace.arrival[request]), MILLISECOND),
             "input_length": int(trace.input_tokens[request]),
             "output_length": int(trace.output_tokens[request]),
-            "hash_ids": trace.path(request).tolist(),
+            "hash_ids": trace.chain(request).tolist(),
         }
         if trace.block_tokens:
             line["block_size"] = trace.block_tokens
@@ -49,7 +48,9 @@ def _mooncake(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def _bailian(trace: Trace) -> Iterator[dict[str, Any]]:
     if trace.block_tokens != BAILIAN_TOKENS:
-        msg = f"the format has blocks of {BAILIAN_TOKENS} tokens, found {trace.block_tokens}"
+        msg = (
+            f"the Bailian format has blocks of {BAILIAN_TOKENS} tokens, found {trace.block_tokens}"
+        )
         raise ValueError(msg)
     return _chats(trace)
 

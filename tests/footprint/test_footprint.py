@@ -521,7 +521,7 @@ def test_a_layout_of_ones_own_is_compared_as_well() -> None:
     found = compare([("mixed", mixed), ("v41", V41)], Question(block_tokens=4, turn_tokens=1))
     assert found["models"][0]["bytes_per_token"] == 43.5
     assert found["models"][1]["ratio"] == pytest.approx(890 / 43.5)
-    with pytest.raises(ConfigError, match="mixed fills its entries with 4 tokens at a time"):
+    with pytest.raises(ConfigError, match="mixed has entries of 4 tokens"):
         compare([("mixed", mixed)], Question(block_tokens=6))
 
 

@@ -35,10 +35,10 @@ def test_a_chart_is_xml_with_a_mark_for_each_point_and_each_series() -> None:
 
 def test_a_scale_places_its_ends_and_labels_round_values() -> None:
     linear = Scale(0, 10, 100, 200)
-    assert [linear.place(v) for v in (0, 5, 10)] == [100, 150, 200]
+    assert [linear.position(v) for v in (0, 5, 10)] == [100, 150, 200]
     assert linear.ticks() == [0, 2, 4, 6, 8, 10]
     by_powers = Scale(0.1, 10, 100, 200, is_log=True)
-    assert by_powers.place(1.0) == pytest.approx(150)
+    assert by_powers.position(1.0) == pytest.approx(150)
     assert by_powers.ticks() == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
 
 

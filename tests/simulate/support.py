@@ -40,7 +40,7 @@ def trace_of(paths: Sequence[Sequence[int]], block_tokens: int = 4) -> Trace:
 
 
 def grown_paths(seed: int, requests: int = 120, depth: int = 14) -> list[list[int]]:
-    """Paths that often go on where earlier ones went: conversations, forks, repeats, empty ones."""
+    """Chains that often go on where earlier ones went: conversations, forks, repeats, empty ones."""
     draw = random.Random(seed)
     paths: list[list[int]] = []
     for _ in range(requests):
@@ -127,7 +127,7 @@ def drive_blocks(
 
 
 def drive_optimal(paths: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """Of what is cached and what is offered, the blocks used again soonest stay."""
+    """Of the cached and the offered blocks, those used again soonest stay."""
     whole = [[tuple(p[: i + 1]) for i in range(len(p))] for p in paths]
     cached: set[Prefix] = set()
     hits = []

@@ -8,9 +8,9 @@ from kvstore.index.plan import request_blocks
 from kvstore.output.sizes import Size
 from kvstore.policy.registry import make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
-from kvstore.trace.paths import paths_of
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
+from kvstore.trace.chains import chains_of
 from tests.simulate.support import trace_of
 
 
@@ -18,7 +18,7 @@ def hits(name: str, asked: list[int], capacity: int) -> list[int]:
     """Return 1 for each request that hits, the same with prefixes and without."""
     trace = trace_of([[each] for each in asked])
     _, flat = simulate_flat(trace, make_policy(name), capacity)
-    assert simulate_policy(Rows(paths_of(trace)), make_policy(name), capacity) == flat
+    assert simulate_policy(ChainLists(chains_of(trace)), make_policy(name), capacity) == flat
     return flat
 
 

@@ -1,9 +1,10 @@
-"""Times and bytes: what loading saves, what tiers read and write, and how both are written down."""
+"""Times to first token, bytes of tiers, and their notation on the command line."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from kvstore.layout import layout
 from kvstore.output.sizes import rate_of, seconds_of, size_text
 from kvstore.simulate.cost import FREE, Cost, Link, bytes_of_model, first_token_seconds, ttft_report
-from kvstore.simulate.hierarchy import tiers_of, tiers_report
+from kvstore.simulate.hierarchy import hierarchy_report, tiers_of
+from kvstore.simulate.json_form import as_dict
+from kvstore.simulate.run import SimulateOptions, first_counted
 from kvstore.simulate.tiers import Tier, simulate_tiers
 from kvstore.trace.columns import SECOND
 from tests.simulate.support import grown_paths, trace_of
@@ -64,7 +67,7 @@ def test_a_partial_block_saves_the_tokens_it_has() -> None:
 def test_times_are_reported_beside_those_without_a_cache() -> None:
     trace = trace_of([[1]] * 100, block_tokens=4)
     seconds = np.arange(1, 101) / 10_000
-    found = ttft_report(trace, seconds, COST, 0)
+    found = as_dict(ttft_report(trace, seconds, COST, 0))
     assert found["ttft_seconds"]["p50"] == 0.005
     assert found["ttft_seconds"]["p95"] == 0.0095
     assert found["ttft_seconds"]["p99"] == 0.0099
@@ -142,21 +145,27 @@ def test_units_are_what_they_say() -> None:
 # ---- tiers as they are reported ----------------------------------------------------------------
 
 
+def options_of(tiers: list[Tier], **others: Any) -> SimulateOptions:
+    return SimulateOptions(policies=["lru"], sizes=[], tiers=tiers, **others)
+
+
 def test_bytes_rates_and_endurance_follow_from_blocks_and_time() -> None:
     paths = grown_paths(3, 200)
     trace = replace(trace_of(paths), arrival=np.arange(len(paths), dtype=np.int64) * 7 * SECOND)
     tiers = [Tier("device", 9, "through", 1e9), Tier("ssd", 30, "on-evict", 1e6)]
     flow = simulate_tiers(trace, tiers, "inclusive")
-    found = tiers_report(trace, tiers, flow, 50, Fraction(10), COST)
-    days = (len(paths) - 51) * 7 / 86400
+    first = first_counted(trace, "last_75%")
+    options = options_of(tiers, interval="last_75%", token_bytes=Fraction(10), cost=COST)
+    found = as_dict(hierarchy_report(trace, flow, options, "lru"))
+    days = (len(paths) - first - 1) * 7 / 86400
     for number, tier in enumerate(found["tiers"]):
-        written = int(flow.written[50:, number].sum()) * 40
+        written = int(flow.written[first:, number].sum()) * 40
         assert tier["written_bytes"] == written
         assert tier["written_bytes_per_day"] == pytest.approx(written / days)
-        assert tier["read_bytes"] == int(flow.served[50:, number].sum()) * 40
-        minutes = trace.arrival[50:] // (60 * SECOND)
+        assert tier["read_bytes"] == int(flow.served[first:, number].sum()) * 40
+        minutes = trace.arrival[first:] // (60 * SECOND)
         busiest = max(
-            int(flow.served[50:, number][minutes == m].sum()) for m in set(minutes.tolist())
+            int(flow.served[first:, number][minutes == m].sum()) for m in set(minutes.tolist())
         )
         assert tier["busiest_minute_bytes_per_second"] == pytest.approx(busiest * 40 / 60)
     parts = [tier["prefix_hit_ratio"] for tier in found["tiers"]]
@@ -169,10 +178,11 @@ def test_without_bytes_or_time_there_are_blocks_alone() -> None:
     trace = replace(trace_of([[1], [1]]), arrival=np.zeros(2, np.int64))
     tiers = [Tier("device", 9, "through")]
     flow = simulate_tiers(trace, tiers, "inclusive")
-    bare = tiers_report(trace, tiers, flow, 0)
+    bare = as_dict(hierarchy_report(trace, flow, options_of(tiers), "lru"))
     assert bare["tiers"][0]["read_blocks"] == 1
     assert bare["tiers"][0]["read_bytes"] is None
     assert "ttft_seconds" not in bare
-    sized = tiers_report(trace, tiers, flow, 0, Fraction(10))
+    options = options_of(tiers, token_bytes=Fraction(10))
+    sized = as_dict(hierarchy_report(trace, flow, options, "lru"))
     assert sized["tiers"][0]["written_bytes"] == 40
     assert sized["tiers"][0]["written_bytes_per_day"] is None

@@ -1,4 +1,4 @@
-"""The page of a simulation: what it says, that it is safe and alone, and how a real browser shows it."""
+"""HTML page of a simulation: contents, safety, independence of the network, rendering in a browser."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from typing_extensions import override
 
 from kvstore.cli import main as cli
-from kvstore.simulate.html_report import simulation_page
 from tests.simulate.browser import Browser, browser
 from tests.simulate.support import grown_paths, trace_of
 
@@ -94,12 +92,12 @@ def test_a_page_holds_everything_that_was_found(
     assert parsed.texts["h3"] == [
         "Recommendation",
         "Hits by size",
-        "What space and what a policy could still gain",
-        "Cost against time to first token",
+        "Capacity gap and policy gap",
+        "Time to first token by size",
         "Tiers",
-        "How long windows should be kept",
-        "Worth knowing",
-        "How to make this again",
+        "Window TTL",
+        "Hints",
+        "How to reproduce",
     ]
     assert parsed.count("svg") == 4
     assert parsed.count("main") == parsed.count("h1") == parsed.count("h2") == 1
@@ -138,7 +136,7 @@ def test_a_chart_has_words_for_those_who_do_not_see_it_and_a_line_for_each_polic
     hits = charts[0]
     names = [node.text for node in hits.iter(f"{space}text")]
     assert {"lru", "arc", "optimal", "tokens hit, %"} <= set(names)
-    assert any(name and name.startswith("ceiling ") for name in names)
+    assert any(name and name.startswith("infinite cache ") for name in names)
     marks = {part for name in names for part in (name or "").split(", ")}
     assert {"90%", "95%", "99%", "knee"} <= marks
     assert len(list(hits.iter(f"{space}polyline"))) == 3
@@ -203,11 +201,11 @@ def test_letters_that_turn_text_around_or_are_none_are_not_written(
 @pytest.mark.parametrize(
     ("paths", "step", "arguments", "said"),
     [
-        ([[0], [1], [2]], 1000, EVERYTHING, ["Nothing is used twice", "none needs a window"]),
-        ([[0, 1]], 0, [], ["Nothing is used twice"]),
-        ([[0, 1], [0, 1]], 0, ["--window-tokens", "4"], ["no time to live can be told", "Tiers:"]),
+        ([[0], [1], [2]], 1000, EVERYTHING, ["No block is used twice", "none needs a window"]),
+        ([[0, 1]], 0, [], ["No block is used twice"]),
+        ([[0, 1], [0, 1]], 0, ["--window-tokens", "4"], ["all TTLs are equivalent", "Tiers:"]),
         ([[0], [0]], 1, ["--size", "1b", "--policy", "optimal"], ["such as --policy lru,arc"]),
-        ([[0, 1], [0]], 1, ["--tier", "a=1b", "--policy", "optimal"], ["runs in no tier"]),
+        ([[0, 1], [0]], 1, ["--tier", "a=1b", "--policy", "optimal"], ["cannot run in tiers"]),
         ([[0, 1], [0, 2]], 1, ["--size", "0b,9b", "--tier", "a=1b"], ["lru, inclusive tiers"]),
         ([[0, 1], [0, 1]], 1, ["--semantics", "flat", "--policy", "arc,lru"], ["lru by prefix"]),
         ([[], [0, 1], [0, 1]], 1, ["--warmup", "0.9"], ["last 10% of the requests"]),
@@ -308,13 +306,3 @@ def test_a_browser_runs_nothing_that_a_name_brings(
     assert chromium.value('document.querySelector("h2").textContent') == HOSTILE
     assert chromium.value('document.querySelectorAll("script, img").length') == 0
     assert chromium.heard("Page.javascriptDialogOpening") == []
-
-
-def test_a_page_of_a_report_needs_only_its_json(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = made(tmp_path, trace, *EVERYTHING)
-    capsys.readouterr()
-    cli.main(["simulate", str(trace), *EVERYTHING, "--json"])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert simulation_page([found]) == page

@@ -1,4 +1,4 @@
-"""The simulator runs the tiers' own policies and does what a tier's index does."""
+"""The simulator runs the tiers' own policies and equals a tier's index, event by event."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from kvstore.policy.protocol import Policy
 from kvstore.policy.queues import Arc
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.choice import OPTIMAL
 from kvstore.simulate.curve import lru_curve
 from kvstore.simulate.flat import simulate_flat
 from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.path_index import Rows, simulate_policy
+from kvstore.simulate.recommendation import OPTIMAL
 from kvstore.simulate.run import Simulation
-from kvstore.trace.paths import links_of, paths_of
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
+from kvstore.trace.chains import chains_of, links_of
 from tests.simulate.support import (
     Driven,
     Prefix,
@@ -33,8 +33,8 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 def drive_tree(paths: list[list[int]], policy: Policy[Any], capacity: int) -> Driven:
     """The simulator, with its block numbers as prefixes again."""
-    cut = paths_of(trace_of(paths))
-    rows = Rows(cut)
+    cut = chains_of(trace_of(paths))
+    rows = ChainLists(cut)
     names: dict[int, Prefix] = {}
     for symbols, last in zip(paths, rows.lasts, strict=True):
         segment = last
@@ -78,7 +78,7 @@ def test_on_segments_it_is_what_the_specification_says_of_blocks(
     name: str, rank: Any, seed: int
 ) -> None:
     paths = grown_paths(seed)
-    rows = Rows(paths_of(trace_of(paths)))
+    rows = ChainLists(chains_of(trace_of(paths)))
     for capacity in SIZES:
         assert simulate_policy(rows, make_policy(name), capacity) == drive_blocks(
             paths, rank, capacity
@@ -88,8 +88,8 @@ def test_on_segments_it_is_what_the_specification_says_of_blocks(
 @pytest.mark.parametrize("seed", range(6))
 def test_the_lru_curve_is_every_size_of_lru(seed: int) -> None:
     trace = trace_of(grown_paths(seed))
-    cut = paths_of(trace)
-    rows, curve = Rows(cut), lru_curve(links_of(cut), trace.path_blocks)
+    cut = chains_of(trace)
+    rows, curve = ChainLists(cut), lru_curve(links_of(cut), trace.chain_blocks)
     bends, totals = curve.points()
     for capacity in range(trace.distinct_blocks + 2):
         run = simulate_policy(rows, make_policy("lru"), capacity)
@@ -100,7 +100,7 @@ def test_the_lru_curve_is_every_size_of_lru(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_part_of_the_curve_counts_the_requests_of_that_part(seed: int) -> None:
     trace = trace_of(grown_paths(seed))
-    curve = lru_curve(links_of(paths_of(trace)), trace.path_blocks)
+    curve = lru_curve(links_of(chains_of(trace)), trace.chain_blocks)
     half = len(trace) // 2
     bends, totals = curve.points(half)
     for capacity in (0, 1, 7, 30, trace.distinct_blocks):
@@ -112,7 +112,7 @@ def test_a_part_of_the_curve_counts_the_requests_of_that_part(seed: int) -> None
 @pytest.mark.parametrize("seed", range(4))
 def test_the_optimum_keeps_what_is_used_again_soonest(seed: int) -> None:
     paths = grown_paths(seed, requests=60)
-    links = links_of(paths_of(trace_of(paths)))
+    links = links_of(chains_of(trace_of(paths)))
     for capacity in (0, *SIZES):
         assert optimal_hits(links, capacity).tolist() == drive_optimal(paths, capacity)
 
@@ -123,7 +123,7 @@ def test_no_policy_beats_the_optimum_and_a_larger_optimum_or_lru_never_hits_less
 ) -> None:
     trace = trace_of(grown_paths(seed))
     simulation = Simulation(trace)
-    ceiling = int(simulation.ceiling_hits().sum())
+    ceiling = int(simulation.infinite_cache_hits().sum())
     before = {"lru": 0, OPTIMAL: 0}
     for capacity in range(trace.distinct_blocks + 1):
         bound = int(simulation.hits(OPTIMAL, capacity).sum())
@@ -140,8 +140,8 @@ def test_no_policy_beats_the_optimum_and_a_larger_optimum_or_lru_never_hits_less
 def test_a_cache_of_the_whole_trace_hits_all_that_is_reused(name: str) -> None:
     paths = grown_paths(1)
     trace = trace_of(paths)
-    run = simulate_policy(Rows(paths_of(trace)), make_policy(name), trace.distinct_blocks)
-    assert run == Simulation(trace).ceiling_hits().tolist() == drive_optimal(paths, 10**9)
+    run = simulate_policy(ChainLists(chains_of(trace)), make_policy(name), trace.distinct_blocks)
+    assert run == Simulation(trace).infinite_cache_hits().tolist() == drive_optimal(paths, 10**9)
 
 
 @every_policy
@@ -178,14 +178,14 @@ def hot_and_scan() -> list[list[int]]:
 @pytest.mark.parametrize("name", ["arc", "s3fifo", "lfu", "gdsf", "cost", "2q", "slru"])
 def test_what_is_used_often_outlives_what_passes_once(name: str) -> None:
     # SGLang pull request 18843: a count of uses was never raised, and LFU was LRU in disguise.
-    rows = Rows(paths_of(trace_of(hot_and_scan())))
+    rows = ChainLists(chains_of(trace_of(hot_and_scan())))
     lru = sum(simulate_policy(rows, make_policy("lru"), 20))
     assert sum(simulate_policy(rows, make_policy(name), 20)) > lru + 20
 
 
 def test_each_policy_is_one_of_its_own() -> None:
     runs: dict[str, tuple[Any, ...]] = {}
-    rows = [Rows(paths_of(trace_of(grown_paths(seed, 250)))) for seed in range(8)]
+    rows = [ChainLists(chains_of(trace_of(grown_paths(seed, 250)))) for seed in range(8)]
     for name in POLICIES:
         runs[name] = tuple(
             tuple(simulate_policy(each, make_policy(name), size))

@@ -1,18 +1,20 @@
-"""What a report says beside its rows: hints, and a recommendation in plain words."""
+"""Hints and recommendation of a report."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.output.sizes import Size, size_text
 from kvstore.simulate.cost import Cost
-from kvstore.simulate.hints import hint_lines
-from kvstore.simulate.report import Question, report
-from kvstore.simulate.run import Simulation, first_counted, window_of
+from kvstore.simulate.json_form import as_dict
+from kvstore.simulate.report import make_report
+from kvstore.simulate.run import SimulateOptions, Simulation, first_counted, interval_of
+from kvstore.simulate.sentences import hint_lines
 from kvstore.simulate.tiers import Tier
 from kvstore.simulate.window import Windows
 from kvstore.trace.columns import SECOND
@@ -27,8 +29,14 @@ def simulation() -> Simulation:
     return Simulation(replace(trace, arrival=np.arange(len(PATHS)) * 10 * SECOND))
 
 
-def asked(**changes: object) -> Question:
-    return replace(Question(policies=["lru"], sizes=[Size(4, 0.4)]), **changes)  # type: ignore[arg-type]
+def report(simulation: Simulation, options: SimulateOptions) -> dict[str, Any]:
+    """A report in its JSON form."""
+    found: dict[str, Any] = as_dict(make_report(simulation, options))
+    return found
+
+
+def asked(**changes: object) -> SimulateOptions:
+    return replace(SimulateOptions(policies=["lru"], sizes=[Size(4, 0.4)]), **changes)  # type: ignore[arg-type]
 
 
 def test_hints_tell_what_is_reused_and_what_never_fits() -> None:
@@ -40,12 +48,12 @@ def test_hints_tell_what_is_reused_and_what_never_fits() -> None:
     assert found["once_only"] == 8 / 11
     assert found["reuse_seconds"] == {"p50": 10.0, "p90": 30.0, "p99": 30.0}
     assert found["longer_than_cache"] == [{"size_blocks": 4, "requests": 1}]
-    lines = " / ".join(hint_lines(found))
+    lines = " / ".join(hint_lines(make_report(simulation(), asked(semantics="flat")).hints))
     for part in (
         "72.7% of blocks are used once",
         "p50 10 s, p90 30 s",
         "1 requests are longer than 4 blocks",
-        "tokens 0 to 8 of request 0 come in 4 requests: 24 tokens",
+        "tokens 0 to 8 of request 0 occur in 4 requests: 24 tokens",
     ):
         assert part in lines
 
@@ -59,7 +67,7 @@ def test_hits_behind_a_gap_are_named() -> None:
     assert gap > 0
     (stranded,) = rows["hints"]["stranded"]
     assert stranded == {"policy": "s3fifo", "size_blocks": 17, "block_ratio": gap}
-    assert "behind a gap" in hint_lines(rows["hints"])[-1]
+    assert "behind a gap" in hint_lines(make_report(made, flat).hints)[-1]
     assert report(made, asked(sizes=[Size(4, 0.5)]))["hints"]["stranded"] == []
 
 
@@ -75,36 +83,35 @@ def test_the_recommendation_is_said_in_words() -> None:
     choice = found["recommendation"]["choice"]
     blocks = choice["size_blocks"]
     assert said[0] == (
-        f"use lru with {size_text(4 * blocks << 20)} of SSD ({blocks} blocks, {blocks / 11:.1%} of all blocks): it "
-        f"hits {choice['prefix_token_hit_ratio']:.1%} of tokens, and {choice['share_of_ceiling']:.1%} of "
-        "the blocks that a cache without bounds hits"
+        f"use lru with {size_text(4 * blocks << 20)} of SSD ({blocks} blocks, {blocks / 11:.1%} of all blocks): "
+        f"{choice['prefix_token_hit_ratio']:.1%} of tokens hit, {choice['share_of_ceiling']:.1%} of "
+        "the blocks that an infinite cache hits"
     )
     assert choice["size_bytes"] == 4 * blocks << 20
     assert not any("other policies" in sentence for sentence in said)
     # Of three hits, two go on where a prompt ended 10 and 40 s before; one forks off where none did.
     assert found["recommendation"]["window"]["ttl_seconds"] == 60.0
-    assert "a window TTL of 60 s keeps 67% of turns from replay" in said
-    assert "loading is faster than computing from 100 MiB/s on" in said
+    assert "with a window TTL of 60 s, 67% of turns need no replay" in said
+    assert "loading is faster than computing above 100 MiB/s" in said
     (tiers,) = found["hierarchies"]
-    assert (
-        f"with these tiers under lru: {tiers['prefix_token_hit_ratio']:.1%} of tokens hit, "
-        in "".join(said)
+    assert f"tiers under lru: {tiers['prefix_token_hit_ratio']:.1%} of tokens hit, " in "".join(
+        said
     )
     day = size_text(tiers["tiers"][1]["written_bytes_per_day"])
-    assert f"lru writes {day} a day to ssd" in said
-    assert any("(prefill only, no queue)" in sentence for sentence in said)
+    assert f"lru writes {day} per day to ssd" in said
+    assert any("(prefill and loading, no queue)" in sentence for sentence in said)
 
 
 def test_nothing_to_reuse_is_said_so() -> None:
     found = report(Simulation(trace_of([[1], [2]])), asked())
-    assert found["recommendation"]["text"][0].startswith("nothing is used twice")
+    assert found["recommendation"]["text"][0].startswith("no block is used twice")
     assert (found["recommendation"]["choice"], found["recommendation"]["policy"]) == (None, "lru")
     assert found["hints"]["top_prefixes"] == []
     assert found["hints"]["reuse_seconds"] is None
 
 
 def scanned() -> Simulation:
-    """Four prompts that come again and again, and between them what comes once."""
+    """Four repeated prompts, and single ones between them."""
     paths = [[hot, 1, 2] for hot in range(4)] * 4
     for once in range(100):
         paths += [[100 + once, 1, 2, 3], [300 + once, 1, 2], [once % 4, 1, 2]]
@@ -118,7 +125,7 @@ def test_a_policy_that_needs_less_is_recommended_with_its_own_size() -> None:
     choice = found["choice"]
     assert (choice["policy"], found["policy"]) == ("lfu", "lfu")
     # Its own size, close to the smallest that has the share; not LRU's, which is twice that.
-    ceiling = int(made.ceiling_hits().sum())
+    ceiling = int(made.infinite_cache_hits().sum())
     hits = {size: int(made.hits("lfu", size).sum()) for size in range(41)}
     enough = [size for size, blocks in hits.items() if blocks >= 0.9 * ceiling]
     assert choice["size_blocks"] == min(enough)
@@ -134,10 +141,11 @@ def test_a_policy_that_needs_less_is_recommended_with_its_own_size() -> None:
     assert use.startswith(f"use lfu with {choice['size_blocks']} blocks")
     points = 100 * (choice["others"]["lru"] - choice["prefix_token_hit_ratio"])
     assert beside.startswith(f"lru needs {choice['lru_size_blocks']} blocks")
-    assert f"with the size of lfu: lru {points:+.1f} points, fifo " in beside
+    assert f"at the size of lfu: lru {points:+.1f} points, fifo " in beside
     (gain,) = found["gains"]
     assert (
-        at_size == f"with 20 blocks lfu hits {100 * gain['gain_over_lru']:.1f} points more than lru"
+        at_size
+        == f"with 20 blocks, lfu hits {100 * gain['gain_over_lru']:.1f} points of tokens more than lru"
     )
 
 
@@ -161,7 +169,7 @@ def test_what_gains_elsewhere_is_no_reason_to_change() -> None:
     assert found["gain_over_lru"] == 0.0
     others = found["choice"]["others"]
     gap = 100 * (others["fifo"] - found["choice"]["prefix_token_hit_ratio"])
-    assert found["text"][1] == f"other policies with that size: fifo {gap:+.1f} points"
+    assert found["text"][1] == f"other policies at this size: fifo {gap:+.1f} points"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
@@ -170,13 +178,15 @@ def test_a_choice_under_a_share_for_one_request_is_simulated_with_it(share: floa
     found = report(made, asked(policies=["lru", "arc"]))["recommendation"]
     choice = found["choice"]
     hits = made.hits(choice["policy"], choice["size_blocks"])
-    assert int(hits.sum()) / int(made.ceiling_hits().sum()) == choice["share_of_ceiling"] >= 0.9
+    assert (
+        int(hits.sum()) / int(made.infinite_cache_hits().sum()) == choice["share_of_ceiling"] >= 0.9
+    )
     assert made.ratios(hits).prefix_token_hit_ratio == choice["prefix_token_hit_ratio"]
-    assert any("lru without --request-share has 95% of the ceiling" in s for s in found["text"])
+    assert any(s.startswith("lru without --request-share needs") for s in found["text"])
 
 
 def test_a_warm_up_is_a_share_of_the_requests() -> None:
     trace = trace_of(PATHS)
-    windows = [window_of(share) for share in (0.0, 0.5, 0.25, 1 / 3)]
-    assert windows == ["all", "last_half", "last_75%", "last_66.6667%"]
-    assert [first_counted(trace, window) for window in windows] == [0, 3, 1, 1]
+    intervals = [interval_of(share) for share in (0.0, 0.5, 0.25, 1 / 3)]
+    assert intervals == ["all", "last_half", "last_75%", "last_66.6667%"]
+    assert [first_counted(trace, interval) for interval in intervals] == [0, 3, 1, 1]

@@ -1,4 +1,4 @@
-"""Several tiers: exactly what the specification says of single blocks, whatever is combined."""
+"""Several tiers equal the specification of single blocks, in all combinations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from kvstore.index.plan import request_blocks
 from kvstore.policy.registry import POLICIES, make_policy
-from kvstore.simulate.path_index import Rows, simulate_policy
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.tiers import Flow, Inclusion, Tier, simulate_tiers
-from kvstore.trace.paths import paths_of
+from kvstore.simulate.trace_index import ChainLists, simulate_policy
+from kvstore.trace.chains import chains_of
 from tests.simulate.support import grown_paths, trace_of
 from tests.simulate.tiers_model import RANKS, Exclusive, Inclusive
 
@@ -93,7 +93,7 @@ def test_each_tier_may_have_a_policy_of_its_own() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_one_tier_is_the_simulation_of_its_size(policy: str, seed: int) -> None:
     paths = grown_paths(seed)
-    rows = Rows(paths_of(trace_of(paths)))
+    rows = ChainLists(chains_of(trace_of(paths)))
     for blocks in (1, 4, 11, 30):
         for share in (None, 0.3):
             room = request_blocks(blocks, share)
@@ -110,7 +110,7 @@ def test_a_tier_is_what_it_is_without_those_below_it_and_written_through_without
     policy: str, seed: int
 ) -> None:
     paths = grown_paths(seed)
-    rows = Rows(paths_of(trace_of(paths)))
+    rows = ChainLists(chains_of(trace_of(paths)))
     tiers = tiers_of((4, 11, 30), ("through",) * 3)
     flow = simulated(paths, tiers, "inclusive", policy)
     alone = [simulate_policy(rows, make_policy(policy), tier.blocks) for tier in tiers]
@@ -129,7 +129,7 @@ def test_tiers_never_hit_more_than_the_trace_repeats_and_all_of_it_with_room_for
 ) -> None:
     paths = grown_paths(7)
     trace = trace_of(paths)
-    ceiling = Simulation(trace).ceiling_hits()
+    ceiling = Simulation(trace).infinite_cache_hits()
     flow = simulated(paths, tiers_of((3, 9), ("through", "on-evict")), inclusion, policy)
     assert (flow.served.sum(axis=1) <= ceiling).all()
     room = (5, trace.distinct_blocks)

@@ -1,4 +1,4 @@
-"""The window pool of the simulator is the real one, event by event; what a report says of it."""
+"""The simulated window pool equals the real one, event by event; its report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.identity.block import BlockHash
+from kvstore.simulate.json_form import as_dict
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.window import (
     Pool,
@@ -30,7 +31,7 @@ OWNER = BlockHash(bytes(32))
 
 
 def timed(paths: list[list[int]], seed: int = 0) -> Trace:
-    """Paths with gaps between them, some of none and some long."""
+    """Chains with gaps between them, some of none and some long."""
     draw = random.Random(seed)
     gaps = [draw.choice([0, 1, 3, 10, 60]) * SECOND for _ in paths]
     gaps[0] = 0
@@ -48,7 +49,7 @@ def test_event_by_event_it_does_what_the_real_pool_does(
     ttl: float, budget: int | None, seed: int
 ) -> None:
     trace = timed(grown_paths(seed), seed)
-    hits = Simulation(trace).ceiling_hits()
+    hits = Simulation(trace).infinite_cache_hits()
     clock = Clock(0.0)
     layout = windowed_layout(W)
     real = WindowPool(
@@ -63,7 +64,7 @@ def test_event_by_event_it_does_what_the_real_pool_does(
     def follow(request: int, pool: Pool) -> None:
         """Do to the real pool what an engine does for one request, then compare all they hold."""
         clock.now = int(trace.arrival[request]) / SECOND
-        path, hit = trace.path(request).tolist(), int(hits[request])
+        path, hit = trace.chain(request).tolist(), int(hits[request])
         replayed.append(0)
         if hit:
             stop = hit * trace.block_tokens
@@ -92,7 +93,7 @@ def test_a_window_that_is_gone_costs_at_most_w_tokens_and_never_the_hit() -> Non
     # vLLM issue 48435: with the window evicted, reuse fell to nothing though all else was there.
     paths = [[1, 2, 3], [1, 2, 3, 4], [1]]
     trace = trace_of(paths, block_tokens=4)
-    hits = Simulation(trace).ceiling_hits()
+    hits = Simulation(trace).infinite_cache_hits()
     outcome = simulate_windows(trace, hits, Windows(W, math.inf, budget=0))
     assert hits.tolist() == [0, 3, 1]
     assert outcome.replayed.tolist() == [0, W, 4]
@@ -100,7 +101,7 @@ def test_a_window_that_is_gone_costs_at_most_w_tokens_and_never_the_hit() -> Non
 
 def test_a_block_that_is_filled_in_part_needs_no_window_and_leaves_none() -> None:
     trace = replace(trace_of([[1, 2], [1, 2]]), input_tokens=np.array([6, 6], np.int64))
-    hits = Simulation(trace).ceiling_hits()
+    hits = Simulation(trace).infinite_cache_hits()
     seen: list[list[int]] = []
     simulate_windows(
         trace, hits, Windows(W, math.inf), lambda _request, pool: seen.append(list(pool.held))
@@ -116,8 +117,8 @@ def test_the_windows_of_all_prompts_are_each_counted_once() -> None:
 
 def test_a_longer_life_never_means_more_replays_without_a_budget() -> None:
     trace = timed(grown_paths(3, 300), 3)
-    hits = Simulation(trace).ceiling_hits()
-    found = window_report(trace, hits, Windows(W, 20.0), 0, ttls=(1.0, 5.0, 60.0, 300.0))
+    hits = Simulation(trace).infinite_cache_hits()
+    found = as_dict(window_report(trace, hits, Windows(W, 20.0), 0, ttls=(1.0, 5.0, 60.0, 300.0)))
     kept = [point["kept"] for point in found["curve"]]
     assert kept == sorted(kept)
     assert kept[0] < kept[-1]
@@ -129,18 +130,18 @@ def test_a_longer_life_never_means_more_replays_without_a_budget() -> None:
 
 def test_only_requests_after_the_warm_up_are_counted() -> None:
     trace = timed([[1, 2], [1, 2], [1, 2], [1, 2]])
-    hits = Simulation(trace).ceiling_hits()
-    assert window_report(trace, hits, Windows(W, 1e6), 2)["turns"] == 2
-    assert window_report(trace, hits, Windows(W, 1e6), 0)["turns"] == 3
-    nothing = window_report(trace, hits * 0, Windows(W, 1e6), 0)
-    assert (nothing["turns"], nothing["kept"]) == (0, 1.0)
+    hits = Simulation(trace).infinite_cache_hits()
+    assert window_report(trace, hits, Windows(W, 1e6), 2).asked.turns == 2
+    assert window_report(trace, hits, Windows(W, 1e6), 0).asked.turns == 3
+    nothing = window_report(trace, hits * 0, Windows(W, 1e6), 0).asked
+    assert (nothing.turns, nothing.kept) == (0, 1.0)
 
 
 def test_a_time_to_live_is_named_for_each_share_of_turns() -> None:
     gaps = [0, *[10] * 93, *[100] * 3, *[1000] * 4]
     trace = replace(trace_of([[1, 2]] * 101), arrival=np.cumsum(gaps) * SECOND)
-    hits = Simulation(trace).ceiling_hits()
-    found = window_report(trace, hits, Windows(W, 5.0), 0, ttls=(20.0, 200.0, 2000.0))
+    hits = Simulation(trace).infinite_cache_hits()
+    found = as_dict(window_report(trace, hits, Windows(W, 5.0), 0, ttls=(20.0, 200.0, 2000.0)))
     assert found["kept"] == 0.0
     assert found["ttl_for"] == {"90%": 20.0, "95%": 200.0, "99%": 2000.0}
     assert found["replayed_tokens"] == 100 * W

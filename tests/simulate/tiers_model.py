@@ -42,7 +42,7 @@ class Level:
         return end - at
 
     def use(self, block: Prefix, now: int) -> None:
-        """A use is told of the deepest block; what it hangs on inherits it when it goes."""
+        """A use counts for the deepest block; its parent inherits it on eviction."""
         self.blocks[block].used = now
         self.blocks[block].uses += 1
 
@@ -148,7 +148,7 @@ class Inclusive(Model):
 
 
 class Exclusive(Model):
-    """Each block is in one level at most; what lies above and here is whole prefixes."""
+    """Each block is in one level at most; the levels down to any one hold whole prefixes."""
 
     def serve(self, path: list[Prefix]) -> list[int]:
         reach, served, above = 0, [], 0

@@ -44,13 +44,13 @@ def sentence(found: tuple[int, str, str]) -> str:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("array_line.jsonl", "line 1: is of no known format"),
-        ("string_line.jsonl", "line 1: is of no known format"),
+        ("array_line.jsonl", "line 1: has an unknown format"),
+        ("string_line.jsonl", "line 1: has an unknown format"),
         ("empty.jsonl", "line 1: holds no request"),
-        ("sharegpt.json", "line 1: is of no known format.*timestamp, and tokens.*trace anonymise"),
+        ("sharegpt.json", "line 1: has an unknown format.*timestamp, and tokens.*trace anonymise"),
         ("openai_chat.jsonl", "line 1: expected one of.*timestamp, and tokens.*trace anonymise"),
         ("openai_flat.jsonl", "line 1: expected one of.*timestamp, and tokens.*trace anonymise"),
-        ("vllm.log", "line 1: is of no known format.*timestamp, and tokens.*trace anonymise"),
+        ("vllm.log", "line 1: has an unknown format.*timestamp, and tokens.*trace anonymise"),
         ("vllm_requests.jsonl", "line 1: .*rename prompt_token_ids to tokens and arrival_time"),
         ("text_log.jsonl", "line 1: is a log of text or tokens.*trace anonymise"),
         ("bad_out.jsonl", "line 1: is a log of text or tokens.*trace anonymise"),
@@ -92,14 +92,14 @@ def test_a_log_that_cannot_be_anonymised_writes_nothing(
 
 def test_logs_with_known_answers() -> None:
     tokens = Simulation(anonymise(LOGS / "vllm_tokens_renamed.jsonl", b"k" * 32, 64, "s"))
-    ratios = tokens.ratios(tokens.ceiling_hits())
+    ratios = tokens.ratios(tokens.infinite_cache_hits())
     assert (len(tokens.trace), tokens.trace.references) == (5, 44)
     assert ratios.prefix_hit_ratio == pytest.approx(0.5455, abs=5e-5)
     assert len(anonymise(LOGS / "text_log.jsonl", b"k" * 32, 16, "s")) == 4
     agents = Simulation(read(LOGS / "mooncake_toolagent.jsonl"))
-    assert agents.ceiling_hits().sum() == 12
+    assert agents.infinite_cache_hits().sum() == 12
     assert agents.trace.references == 18
-    served = agents.ratios(agents.ceiling_hits()).prefix_token_hit_ratio
+    served = agents.ratios(agents.infinite_cache_hits()).prefix_token_hit_ratio
     assert served == 6144 / 7872
     assert (read(LOGS / "one.jsonl").block_tokens, len(read(LOGS / "one.jsonl"))) == (512, 1)
 
@@ -294,7 +294,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["--policy", "lru", "--size", "50%", "--json", "--html", page]
     status, out, _ = run(capsys, "simulate", pipe, *words)
     writer.join()
-    assert "none: it was read from a stream" in page.read_text()
+    assert "none: read from a stream" in page.read_text()
     assert (status, json.loads(out)["trace"]["requests"]) == (0, 4)
     assert json.loads(out)["trace"]["sha256"] is None
 
@@ -314,7 +314,7 @@ def test_lengths_that_overflow_a_sum_are_refused(tmp_path: Path) -> None:
 
 def hits(path: Path) -> int:
     simulation = Simulation(read(path, Options(block_tokens=4)))
-    return int(simulation.ceiling_hits().sum())
+    return int(simulation.infinite_cache_hits().sum())
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_an_id_is_the_same_beside_text_and_alone(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trace = read(path, Options(block_tokens=4))
     seen: dict[int, int] = {}
-    made = [[seen.setdefault(int(b), len(seen)) for b in trace.path(i)] for i in range(4)]
+    made = [[seen.setdefault(int(b), len(seen)) for b in trace.chain(i)] for i in range(4)]
     assert made == [[0], [0, 1], [0, 2], [0, 1, 3]]
 
 

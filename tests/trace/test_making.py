@@ -11,10 +11,10 @@ import pytest
 
 from kvstore.errors import StoreError, TraceError
 from kvstore.trace.anonymise import anonymise, keep_key, new_key, read_key
+from kvstore.trace.chains import chains_of, links_of
 from kvstore.trace.columns import Trace, dense
 from kvstore.trace.cutting import head, merged, sample
 from kvstore.trace.info import info
-from kvstore.trace.paths import links_of, paths_of
 from kvstore.trace.reading import Options, read
 from kvstore.trace.source import created
 from kvstore.trace.writing import write
@@ -24,9 +24,9 @@ KEY = b"k" * 32
 
 
 def shape(trace: Trace) -> list[list[int]]:
-    """The paths with blocks numbered by first appearance: what two equal traces share."""
+    """The chains with blocks numbered by first appearance, equal for equal traces."""
     seen: dict[int, int] = {}
-    rows = [trace.path(i).tolist() for i in range(len(trace))]
+    rows = [trace.chain(i).tolist() for i in range(len(trace))]
     return [[seen.setdefault(block, len(seen)) for block in row] for row in rows]
 
 
@@ -36,7 +36,7 @@ def shape(trace: Trace) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(8))
 def test_segments_are_cut_where_paths_fork_and_where_requests_end(seed: int) -> None:
     paths = grown_paths(seed)
-    cut = paths_of(trace_of(paths))
+    cut = chains_of(trace_of(paths))
     prefixes = {tuple(p[: i + 1]) for p in paths for i in range(len(p))}
     children = {prefix: {each for each in prefixes if each[:-1] == prefix} for prefix in prefixes}
     ends = {tuple(path) for path in paths if path}
@@ -54,7 +54,7 @@ def test_segments_are_cut_where_paths_fork_and_where_requests_end(seed: int) -> 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_link_joins_the_blocks_of_one_earlier_last_use(seed: int) -> None:
     paths = grown_paths(seed)
-    links = links_of(paths_of(trace_of(paths)))
+    links = links_of(chains_of(trace_of(paths)))
     found = {
         (later, start + i): earlier
         for later, earlier, start, blocks in zip(
@@ -79,10 +79,10 @@ def test_a_link_joins_the_blocks_of_one_earlier_last_use(seed: int) -> None:
 
 def test_paths_are_cut_the_same_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = trace_of(grown_paths(3))
-    whole = paths_of(trace)
+    whole = chains_of(trace)
     monkeypatch.setattr("kvstore.trace.chained.STEP", 7)
-    monkeypatch.setattr("kvstore.trace.paths.STEP", 7)
-    assert paths_of(trace).refs.tolist() == whole.refs.tolist()
+    monkeypatch.setattr("kvstore.trace.chains.STEP", 7)
+    assert chains_of(trace).refs.tolist() == whole.refs.tolist()
 
 
 def test_dense_numbers_keep_order_and_equality_whatever_the_ids() -> None:
@@ -189,7 +189,7 @@ def test_bailian_chats_name_the_turn_before(tmp_path: Path) -> None:
 def test_a_format_that_cannot_hold_a_trace_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="blocks of 16 tokens, found 4"):
         write(trace_of([[1]]), tmp_path / "t", "bailian")
-    with pytest.raises(ValueError, match="no format named 'csv'"):
+    with pytest.raises(ValueError, match="unknown output format 'csv'"):
         write(trace_of([[1]]), tmp_path / "t", "csv")
 
 
@@ -270,13 +270,13 @@ def test_a_bad_line_of_a_log_is_named_without_its_text(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="line 2: is not JSON") as caught:
         anonymise(path, KEY, 16)
     assert "secret" not in str(caught.value)
-    with pytest.raises(TraceError, match=r"line 1: 10 bytes are no whole number of tokens"):
+    with pytest.raises(TraceError, match=r"line 1: a block of 10 bytes is not a multiple of 4"):
         anonymise(path, KEY, 10)
 
 
 def test_half_a_pair_of_surrogates_is_text_too(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"timestamp": 1, "input": "\ud800" * 8}]
-    assert len(anonymise(log(tmp_path / "log", rows), KEY, 8).path(0)) == 3
+    assert len(anonymise(log(tmp_path / "log", rows), KEY, 8).chain(0)) == 3
 
 
 def test_a_key_is_made_for_its_owner_alone_and_found_again(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_key_is_made_for_its_owner_alone_and_found_again(tmp_path: Path) -> No
     with pytest.raises(FileExistsError):
         keep_key(path, new_key())
     path.chmod(0o644)
-    with pytest.raises(ValueError, match="may be read by others"):
+    with pytest.raises(ValueError, match="can be read by other users"):
         read_key(path)
     path.write_text("short")
     path.chmod(0o600)
@@ -302,7 +302,7 @@ def test_an_impossible_block_size_or_unit_is_refused(tmp_path: Path) -> None:
     path = log(tmp_path / "log", texts(1))
     with pytest.raises(ValueError, match="a block size of 1 or more, found 0"):
         anonymise(path, KEY, 0)
-    with pytest.raises(ValueError, match="no unit of time named 'h'"):
+    with pytest.raises(ValueError, match="unknown unit of time 'h'"):
         anonymise(path, KEY, 16, "h")
 
 

@@ -1,4 +1,4 @@
-"""Files as traces: formats, compressions, order, lengths, and what is refused with which words."""
+"""Reading of traces: formats, compression, order, lengths, and refused files with their messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import zstandard
 
 from kvstore.errors import TraceError
+from kvstore.trace.chains import chains_of, links_of
 from kvstore.trace.columns import Trace
 from kvstore.trace.info import info
-from kvstore.trace.paths import links_of, paths_of
 from kvstore.trace.reading import Options, read
 
 ROWS = [
@@ -39,7 +39,7 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def paths(trace: Trace) -> list[list[int]]:
-    return [trace.path(i).tolist() for i in range(len(trace))]
+    return [trace.chain(i).tolist() for i in range(len(trace))]
 
 
 def test_a_mooncake_file_is_read_as_it_is(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_block_size_that_is_too_large_is_refused_with_the_line(tmp_path: Path)
 
 def test_lengths_that_agree_with_no_block_size_ask_for_one(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": n, "hash_ids": [1, 2, 3]} for n in (9, 700, 31, 5000)]
-    with pytest.raises(TraceError, match="does not tell its block size"):
+    with pytest.raises(TraceError, match="has no block size"):
         read(written(tmp_path / "t", lines(rows)))
 
 
@@ -172,7 +172,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, fault
     ("content", "fault"),
     [
         (b"", "holds no request"),
-        (b"hello\n", r"is of no known format: it begins with b'hello"),
+        (b"hello\n", r"has an unknown format: it begins with b'hello"),
         (b'{"a": 1}\n', r"expected one of chat_id, hash_ids, chunk_hashes in each object"),
         (b'{"timestamp": 1, "input": "hi"}\n', "kvstore trace anonymise"),
         (b"\x1f\x8b\x08broken", "cannot be decompressed"),
@@ -232,18 +232,18 @@ def test_ids_that_name_blocks_alone_are_refused_unless_asked_to_be_rekeyed(tmp_p
     naive = read(path)
     assert (naive.block_tokens, naive.arrival.tolist()) == (16, [0, 1_000_000, 1_500_000])
     with pytest.raises(TraceError, match=r"two different blocks.*re-key them"):
-        paths_of(naive)
+        chains_of(naive)
     trace = read(path, Options(unchained="rekey"))
     assert paths(trace) == [[0, 1], [0, 1, 2], [3, 4]]
     assert trace.distinct_blocks == 5
-    assert links_of(paths_of(trace)).blocks.tolist() == [2]
+    assert links_of(chains_of(trace)).blocks.tolist() == [2]
 
 
 def test_an_id_that_comes_twice_in_a_request_names_no_prefix(tmp_path: Path) -> None:
     rows = [{"timestamp": 0, "input_length": 12, "hash_ids": [1, 2, 1]}]
     trace = read(written(tmp_path / "t", lines(rows)), FOUR)
     with pytest.raises(TraceError, match="two different blocks"):
-        paths_of(trace)
+        chains_of(trace)
 
 
 SESSION = {
@@ -270,8 +270,8 @@ def test_sessions_keep_their_ids_to_themselves_and_nest_their_agents(
     assert trace.arrival.tolist() == [0, 0, 11_000_000, 11_000_000, 12_500_000, 12_500_000]
     assert trace.sessions.tolist() == [0, 1, 0, 1, 0, 1]
     assert trace.distinct_blocks == 8
-    assert len(trace.path(2)) == 3
-    assert trace.path(2)[0] == trace.path(0)[0] != trace.path(1)[0]
+    assert len(trace.chain(2)) == 3
+    assert trace.chain(2)[0] == trace.chain(0)[0] != trace.chain(1)[0]
     assert trace.reordered == 0
 
 
@@ -294,7 +294,7 @@ def test_lengths_alone_are_a_trace_that_says_nothing_of_reuse(tmp_path: Path) ->
     assert trace.input_tokens.tolist() == [4808, 3180]
     assert info(trace)["ceiling"] is None
     with pytest.raises(TraceError, match="azure: has lengths but no block ids"):
-        paths_of(trace)
+        chains_of(trace)
 
 
 def test_a_bad_line_of_lengths_is_named(tmp_path: Path) -> None:

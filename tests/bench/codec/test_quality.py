@@ -1,4 +1,4 @@
-"""The bench of codec quality: what it compares, how it pairs, and where it goes on."""
+"""Benchmark of codec quality: comparisons, pairing, and continuation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of time to first token: what it stores, what it compares, and what it calls a fault."""
+"""Benchmark of time to first token: stored parts, comparisons, and violations."""
 
 from __future__ import annotations
 

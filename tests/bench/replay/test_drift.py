@@ -1,4 +1,4 @@
-"""The bench of drift runs what an engine with a store runs, turn after turn, and counts rightly."""
+"""Benchmark of drift: its turns equal those of an engine with a store, and its counts are right."""
 
 from __future__ import annotations
 

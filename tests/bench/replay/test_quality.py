@@ -1,4 +1,4 @@
-"""The bench of replay runs what an engine runs, and counts what it says it counts."""
+"""Benchmark of replay: its runs equal an engine's, and its counts are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on where it was stopped, learns with rounding in its way, and reads what it will run."""
+"""Training continues where it stopped, learns despite rounding, and reads its own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns are counted by what they bring, and mixes of them give what they are said to give."""
+"""Turns are counted by their new tokens, and mixes give the stated savings."""
 
 from __future__ import annotations
 

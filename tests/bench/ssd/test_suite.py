@@ -1,4 +1,4 @@
-"""The bench of the SSD tier: its sections run, its arithmetic is right, and it checks what it reads."""
+"""Benchmark of the SSD tier: its sections run, its arithmetic is right, and reads are checked."""
 
 from __future__ import annotations
 

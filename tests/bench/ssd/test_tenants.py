@@ -1,4 +1,4 @@
-"""The bench of many tenants counts what it says."""
+"""Benchmark of many tenants: its counts are right."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A trace as paths of segments: what simulation works on.
+"""A trace as chains of segments: the input of simulation.
 
-Blocks that always occur together are one segment, which ends where paths fork and where a request
+Blocks that always occur together are one segment, which ends where chains fork and where a request
 ends. So every request is a whole number of segments, 8 to 78 times fewer than blocks on real traces.
 """
 
@@ -17,28 +17,28 @@ from kvstore.trace.columns import Ints, Numbers, Trace, ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Paths:
-    """Requests as rows of segment numbers, from the root down.
+class Chains:
+    """The chain of each request, as segment numbers from the root down.
 
     Invariants:
-        A segment has one parent and one depth. A request that has a segment has all of it.
+        A segment has one parent and one depth. A request contains whole segments only.
     """
 
     trace: Trace
     refs: Numbers
-    """Segments of all requests, end to end, [segment references]."""
+    """Concatenated segments of all requests, [segment references]."""
     offsets: Ints
-    """Where each request's begin in ``refs``, [requests + 1]."""
+    """Start of each request's segments in ``refs``, [requests + 1]."""
     starts: Ints
     """Depth of each segment's first block, [segments]."""
     blocks: Ints
-    """How many blocks each segment has, [segments]."""
+    """Blocks of each segment, [segments]."""
     parents: Numbers
-    """The segment above each, -1 at the root, [segments]."""
+    """Parent of each segment, -1 for the root, [segments]."""
 
     @property
     def segments(self) -> int:
-        """How many segments there are."""
+        """Number of segments."""
         return len(self.starts)
 
     @property
@@ -47,19 +47,18 @@ class Paths:
         return self.starts + self.blocks
 
 
-def paths_of(trace: Trace) -> Paths:
+def chains_of(trace: Trace) -> Chains:
     """Cut a trace into segments.
 
     Raises:
-        TraceError: if it has no block ids, or if they name blocks and not prefixes.
+        TraceError: if it has no block ids, or ids that name blocks and not prefixes.
 
-    Cost: two passes over the references in NumPy, 12 bytes a distinct block and 1 a reference.
+    Cost: two passes over the references in NumPy, 12 bytes per distinct block and 1 per reference.
     """
     if not trace.references:
         raise TraceError(
             trace.name,
-            "has lengths but no block ids, so nothing can be said about reuse; "
-            "expected hash_ids or chunk_hashes",
+            "has lengths but no block ids, so reuse is unknown; expected hash_ids or chunk_hashes",
         )
     parent = parents(trace)
     is_head = _heads(trace, parent)
@@ -68,7 +67,7 @@ def paths_of(trace: Trace) -> Paths:
     numbers = np.cumsum(is_head, dtype=np.int32) - np.int32(1)
     refs = numbers[first_blocks]
     offsets = np.searchsorted(at, trace.offsets)
-    lengths = np.diff(at, append=trace.references)  # a reference has all of its segment
+    lengths = np.diff(at, append=trace.references)  # references contain whole segments
     segments = int(is_head.sum())
     starts, blocks = np.empty(segments, np.int64), np.empty(segments, np.int64)
     request = np.repeat(np.arange(len(trace)), np.diff(offsets))
@@ -77,20 +76,20 @@ def paths_of(trace: Trace) -> Paths:
     above = np.full(segments, -1, np.int32)
     above[refs[1:]] = refs[:-1]
     above[starts == 0] = -1
-    return Paths(trace, refs, offsets, starts, blocks, above)
+    return Chains(trace, refs, offsets, starts, blocks, above)
 
 
 def _heads(trace: Trace, parent: Numbers) -> NDArray[np.bool_]:
-    """Say of each block whether a segment begins with it: its parent ends a path, or forks."""
+    """Return whether each block begins a segment: its parent ends a chain, or forks."""
     children = np.bincount(parent[parent >= 0], minlength=trace.distinct_blocks)
     is_last = children > 1
-    used = trace.path_blocks > 0
+    used = trace.chain_blocks > 0
     is_last[trace.blocks[trace.offsets[1:][used] - 1]] = True
     return (parent < 0) | is_last[np.maximum(parent, 0)]
 
 
 def _looked_up(values: NDArray[np.bool_], numbers: Numbers) -> NDArray[np.bool_]:
-    """Return ``values[numbers]`` without NumPy's copy of the numbers as 64 bits at once."""
+    """Return ``values[numbers]`` in batches, as NumPy copies the numbers to 64 bits."""
     out = np.empty(len(numbers), np.bool_)
     for start in range(0, len(numbers), STEP):
         out[start : start + STEP] = values[numbers[start : start + STEP]]
@@ -99,10 +98,10 @@ def _looked_up(values: NDArray[np.bool_], numbers: Numbers) -> NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """Consecutive uses of the same blocks: which request used them before, and which does now.
+    """Pairs of requests that use the same blocks one after the other.
 
-    All blocks that a request shares with one earlier last use lie in a row on its path, so they are
-    one link. What was never used before is in no link.
+    All blocks of a request with the same earlier last use are consecutive in its chain, so they are
+    one link. Blocks that were never used before are in no link.
 
     Order: by the later request, then from the root down.
     """
@@ -114,15 +113,15 @@ class Links:
     start: Ints
     """Depth of the first block, [links]."""
     blocks: Ints
-    """How many blocks, [links]."""
+    """Number of blocks, [links]."""
     offsets: Ints
-    """Where the links to each request begin, [requests + 1]."""
+    """Start of the links to each request, [requests + 1]."""
 
 
-def links_of(paths: Paths) -> Links:
+def links_of(chains: Chains) -> Links:
     """Join the uses of each segment into links. Cost: one sort of the segment references."""
-    refs = paths.refs
-    request = np.repeat(np.arange(len(paths.trace)), np.diff(paths.offsets))
+    refs = chains.refs
+    request = np.repeat(np.arange(len(chains.trace)), np.diff(chains.offsets))
     order = np.argsort(refs, kind="stable")
     before = np.full(len(refs), -1, np.int64)
     again = refs[order[1:]] == refs[order[:-1]]
@@ -130,9 +129,9 @@ def links_of(paths: Paths) -> Links:
     is_first = np.ones(len(refs), np.bool_)
     is_first[1:] = (before[1:] != before[:-1]) | (request[1:] != request[:-1])
     at = np.flatnonzero(is_first)
-    sizes = np.add.reduceat(paths.blocks[refs], at) if len(at) else np.zeros(0, np.int64)
+    sizes = np.add.reduceat(chains.blocks[refs], at) if len(at) else np.zeros(0, np.int64)
     used = before[at] >= 0
     at, sizes = at[used], sizes[used]
     later = request[at]
-    counts = np.bincount(later, minlength=len(paths.trace))
-    return Links(before[at], later, paths.starts[refs[at]], sizes, ends(counts))
+    counts = np.bincount(later, minlength=len(chains.trace))
+    return Links(before[at], later, chains.starts[refs[at]], sizes, ends(counts))
