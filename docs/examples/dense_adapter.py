@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.cache import Scope
 
 Ids = NDArray[np.uint32]
 Floats = NDArray[np.float32]
@@ -50,7 +49,7 @@ LAYOUT = kvstore.Layout(
 class DenseAdapter:
     """Runs the model over a prefix cache, as one tenant."""
 
-    def __init__(self, model: TinyModel, cache: Scope) -> None:
+    def __init__(self, model: TinyModel, cache: kvstore.Scope) -> None:
         self.model, self.cache = model, cache
 
     def prefill(self, tokens: Ids, request_id: str | None = None) -> tuple[Floats, int]:

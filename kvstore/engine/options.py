@@ -1,18 +1,27 @@
-"""Options that an engine hands over as plain data, checked by name before they are used."""
+"""Options of an adapter: plain data in an engine's configuration, checked by name before use."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from kvstore.errors import ConfigError
 
 UNCHECKED = "unchecked"
-"""Stands for the digest of the weights where an operator vouches for them."""
+"""Value in place of the digest of the weights: the operator guarantees that the name identifies them."""
+
+
+def engine_missing(extra: str, engine: str, error: ImportError) -> NoReturn:
+    """Raise the ``ImportError`` of an adapter whose engine cannot be imported."""
+    msg = (
+        f"kvstore.engine.{extra} needs {engine}, which cannot be imported: {error}; "
+        f"run: pip install 'kvstore[{extra}]' (docs/{extra}.md)"
+    )
+    raise ImportError(msg) from error
 
 
 def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ``ConfigError`` for an option that is unknown; ``where`` is what the engine calls them."""
+    """Raise ``ConfigError`` for an unknown option; ``where`` is the engine's name of the options."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         msg = f"{where}: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
@@ -26,10 +35,10 @@ def check_options(
     texts: Collection[str],
     flags: Collection[str] = (),
 ) -> None:
-    """Check the names in ``given``, that ``path`` is among them, and that ``texts`` and ``flags`` are that.
+    """Check the names in ``given``, that it has ``path``, and the types of ``texts`` and ``flags``.
 
     Raises:
-        ConfigError: naming the option, and ``where`` it stands in the engine's configuration.
+        ConfigError: naming the option, and ``where`` it is in the engine's configuration.
     """
     check_names(where, given, known)
     if given.get("path", "") == "":
@@ -46,12 +55,12 @@ def check_options(
 
 
 def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``name``, which tells one set of weights from another, is left out."""
+    """Raise ``ConfigError`` if option ``name``, which identifies the weights, is missing."""
     if not given.get(name, "").strip():
         msg = (
             f"{where}: {name!r} is missing, so blocks of other weights under the same model name "
             "would be served; give the digest of the model's folder (python -c 'import kvstore; "
             'print(kvstore.weights_digest("FOLDER"))\'), a revision that changes with every change '
-            f"of weights or config, or {UNCHECKED!r} to serve what the name has, of whatever weights"
+            f"of weights or config, or {UNCHECKED!r} to serve blocks by model name alone"
         )
         raise ConfigError(msg)

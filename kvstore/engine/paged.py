@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import kvstore
 from kvstore.errors import ConfigError
-from kvstore.identity.block import ImageSpan
 
 LEAST_BLOCK_TOKENS = 128
 """Tokens of a block where the engine's pages are no larger: few enough to hit, enough to read."""
@@ -169,7 +169,9 @@ class WindowPages:
         return max(self.first, floor) // page_tokens, self.stop // page_tokens
 
 
-def images_within(images: Collection[ImageSpan], tokens: int) -> tuple[ImageSpan, ...]:
+def images_within(
+    images: Collection[kvstore.ImageSpan], tokens: int
+) -> tuple[kvstore.ImageSpan, ...]:
     """Return what of ``images`` lies in the first ``tokens`` tokens: a span may be cut short."""
     return tuple(
         replace(image, stop=min(image.stop, tokens)) for image in images if image.start < tokens

@@ -31,15 +31,11 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvstore
-from kvstore.cache import Scope
 from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.engine.model_digest import ModelIdentity
 from kvstore.engine.options import check_names
 from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.identity.hash import as_tokens
-from kvstore.layout import LayerGroup, Layout
-from kvstore.tier.paged import RAW_DTYPES, decode_rows, encode_rows
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +48,11 @@ KEYS, VALUES = "k", "v"
 """Names of the GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
 """Names of its WINDOW groups: sliding layers, if there are any."""
+_NUMBERS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""Entry formats that are plain numbers: rows are copied into them without a codec."""
 
 
-def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> Layout:
+def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> kvstore.Layout:
     """Return the layout of a loaded model: its own KV dtype unless ``dtype`` names another format.
 
     Raises:
@@ -170,7 +168,9 @@ class CausalModel:
         Shapes:
             returns the last token's logits, float32 ``[vocab]``.
         """
-        ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
+        ids = torch.from_numpy(kvstore.as_tokens(tokens).astype(np.int64))[None].to(
+            self._model.device
+        )
         cache = DynamicCache(config=self._model.config) if past is None else past
         arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
         whole = cache.get_seq_length() + len(tokens) if length is None else length
@@ -231,7 +231,7 @@ class TransformersAdapter:
     def __init__(
         self,
         model: Any,
-        cache: Scope,
+        cache: kvstore.Scope,
         *,
         store_wait: float = 1.0,
         on_stage: Callable[[Stage], None] | None = None,
@@ -331,7 +331,7 @@ class TransformersAdapter:
 
         Cost: one forward over ``len(tokens) - start`` tokens.
         """
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         full, sliding = self._layout.group(KEYS).layers, self._layout.group(WINDOW_KEYS).layers
         replayed = self._empty(start)
         for layer in full:
@@ -385,25 +385,27 @@ class TransformersAdapter:
         }
 
     def _pack(
-        self, group: LayerGroup, tensors: Sequence[torch.Tensor], start: int, stop: int
+        self, group: kvstore.LayerGroup, tensors: Sequence[torch.Tensor], start: int, stop: int
     ) -> NDArray[np.uint8]:
         packed = np.empty((len(group.layers), stop - start, group.entry_bytes), np.uint8)
         if start == stop:
             return packed  # torch cannot view empty arrays as another type
-        raw = RAW_DTYPES.get(group.entry_format)
+        raw = _NUMBERS.get(group.entry_format)
         for layer, tensor in enumerate(tensors):
             rows = tensor[0, :, start:stop].transpose(0, 1)  # [tokens, kv_heads, head_dim]
             target = torch.from_numpy(packed[layer])
             if raw is not None:
                 target.view(raw).view(rows.shape).copy_(rows)
             else:
-                target.copy_(encode_rows(group, rows.reshape(stop - start, -1).contiguous()))
+                target.copy_(
+                    kvstore.encode_rows(group, rows.reshape(stop - start, -1).contiguous())
+                )
         return packed
 
-    def _unpack(self, group: LayerGroup, packed: NDArray[np.uint8]) -> torch.Tensor:
+    def _unpack(self, group: kvstore.LayerGroup, packed: NDArray[np.uint8]) -> torch.Tensor:
         """Return ``[1, kv_heads, tokens, head_dim]`` in the model's dtype, on its device."""
         rows = torch.from_numpy(packed if packed.flags.writeable else packed.copy())
-        numbers = decode_rows(group, rows, self._dtype)
+        numbers = kvstore.decode_rows(group, rows, self._dtype)
         head_dim = group.values // self._kv_heads
         heads = numbers.view(len(packed), self._kv_heads, head_dim).transpose(0, 1)
         return heads[None].to(self._model.device)
@@ -423,7 +425,7 @@ class TransformersAdapter:
 
         ``reuse=False`` looks nothing up and computes everything. It stores nothing; see ``keep``.
         """
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         if not len(ids):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
@@ -460,7 +462,7 @@ class TransformersAdapter:
         if count < 1:
             msg = f"count must be at least 1, found {count}"
             raise ValueError(msg)
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         prefilled = self.prefill(ids, reuse=reuse)
         rows = [prefilled.logits]
         new_tokens = [int(rows[0].argmax())]
@@ -498,7 +500,7 @@ class TransformersAdapter:
         Raises:
             ValueError: if ``past`` is of no prefill here, and rope tables depend on length.
         """
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         run = self._runs.get(past)
         if run is None:
             run = self._foreign(len(ids))
@@ -525,7 +527,7 @@ class TransformersAdapter:
             raise ValueError(msg)
         return _Run(length, self._identity.weights())
 
-    def _scope(self, run: _Run) -> Scope:
+    def _scope(self, run: _Run) -> kvstore.Scope:
         """Return the part of the cache that holds what a run computes."""
         if run.weights == self.cache.namespace.weights:
             return self.cache
@@ -545,7 +547,7 @@ class TransformersAdapter:
             return []
         return [self.snapshot(past)]
 
-    def _recall(self, ids: NDArray[np.uint32], scope: Scope) -> _Recalled:
+    def _recall(self, ids: NDArray[np.uint32], scope: kvstore.Scope) -> _Recalled:
         with scope.lookup(ids) as match:
             self._end("lookup")
             # A bad block shortens what was read and the match with it, down to nothing: then it is
@@ -612,10 +614,10 @@ def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
     raise ConfigError(msg)
 
 
-def _check_layout(found: Layout, expected: Layout) -> None:
+def _check_layout(found: kvstore.Layout, expected: kvstore.Layout) -> None:
     """Compare what a cache was opened for with what a model caches, entry formats apart."""
 
-    def shape(layout: Layout) -> tuple[object, ...]:
+    def shape(layout: kvstore.Layout) -> tuple[object, ...]:
         groups = {
             g.name: (g.layers, g.values, g.tokens_per_entry, g.lifetime.value)
             for g in layout.groups
@@ -630,6 +632,6 @@ def _check_layout(found: Layout, expected: Layout) -> None:
         raise LayoutMismatch(msg)
 
 
-def _describe(layout: Layout) -> str:
+def _describe(layout: kvstore.Layout) -> str:
     groups = ", ".join(f"{g.name} ({len(g.layers)} layers of {g.values})" for g in layout.groups)
     return f"{groups}, window {layout.window_tokens}" if layout.window_tokens else groups

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
-from kvstore.cache import Scope
-from kvstore.identity.hash import as_tokens
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import DiskTable, open_tables
 from kvstore.reference.entries import PageReader
@@ -115,7 +113,7 @@ class ReferenceEngine:
     def __init__(
         self,
         config: ReferenceConfig,
-        cache: Scope | None = None,
+        cache: kvstore.Scope | None = None,
         *,
         seed: int = 0,
         weights: Weights | None = None,
@@ -180,7 +178,7 @@ class ReferenceEngine:
         prefill is cut. In binary64 the result does not depend on them; in binary32 a rounding may
         tip the choice of an entry.
         """
-        prompt = as_tokens(tokens)
+        prompt = kvstore.as_tokens(tokens)
         with torch.inference_mode(), contextlib.ExitStack() as held:
             run = self._prefill(prompt, len(prompt), images, chunks, held)
             return self._result(run, len(prompt), ())
@@ -203,7 +201,7 @@ class ReferenceEngine:
         if count < 1:
             msg = f"count must be at least 1, found {count}"
             raise ValueError(msg)
-        prompt = as_tokens(tokens)
+        prompt = kvstore.as_tokens(tokens)
         end = len(prompt) + count - 1
         with torch.inference_mode(), contextlib.ExitStack() as held:
             run = self._prefill(prompt, end, images, chunks, held)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvstore.identity.block import ImageSpan
+import kvstore
 from kvstore.reference.weights import VisionWeights
 
 PREPROCESSING = b"kvstore.reference.vision.1"
@@ -35,7 +35,7 @@ class Image:
     start: int
     patches: NDArray[np.float32]
     ratio: int = 3
-    span: ImageSpan = field(init=False)
+    span: kvstore.ImageSpan = field(init=False)
     """The tokens it takes, and what identifies it: content, size and preprocessing."""
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Image:
         content = np.ascontiguousarray(self.patches, np.float32).tobytes()
         digest = hashlib.sha256(PREPROCESSING + shape + content).digest()
         stop = self.start + 2 + height * (width + 1)
-        object.__setattr__(self, "span", ImageSpan(self.start, stop, digest))
+        object.__setattr__(self, "span", kvstore.ImageSpan(self.start, stop, digest))
 
 
 def unshuffle(patches: Tensor, ratio: int) -> Tensor:

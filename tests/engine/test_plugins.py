@@ -21,7 +21,7 @@ sys.modules[{engine!r}] = None
 try:
     import kvstore.engine.{engine}
 except ImportError as error:
-    assert "pip install kvstore[{engine}]" in str(error), error
+    assert "pip install 'kvstore[{engine}]'" in str(error), error
 else:
     raise AssertionError
 """

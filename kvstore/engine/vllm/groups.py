@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+import kvstore
 from kvstore.engine.paged import block_tokens_for
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.layout import LayerGroup, Layout, Lifetime
 
 KINDS: Mapping[type[KVCacheSpec], str] = {
     FullAttentionSpec: "kv",
@@ -61,7 +61,7 @@ class PagedLayers:
 class EngineLayout:
     """How one rank of an engine keeps what a store keeps."""
 
-    layout: Layout
+    layout: kvstore.Layout
     block_tokens: int
     layers: tuple[PagedLayers, ...]
     group_count: int
@@ -104,18 +104,20 @@ def engine_layout(config: KVCacheConfig, model: str) -> EngineLayout:
         )
         layers.append(paged)
         groups.append(
-            LayerGroup(
+            kvstore.LayerGroup(
                 name=name,
                 layers=tuple(extract_layer_index(layer) for layer in names),
                 values=paged.page_bytes,
                 entry_format="u8",
                 tokens_per_entry=paged.page_tokens,
-                lifetime=Lifetime.WINDOW if paged.is_window else Lifetime.GLOBAL,
+                lifetime=kvstore.Lifetime.WINDOW if paged.is_window else kvstore.Lifetime.GLOBAL,
             )
         )
     tokens = {part.page_tokens for part in layers}
     return EngineLayout(
-        layout=Layout(model=model, groups=tuple(groups), window_tokens=max(windows, default=0)),
+        layout=kvstore.Layout(
+            model=model, groups=tuple(groups), window_tokens=max(windows, default=0)
+        ),
         block_tokens=block_tokens_for(tokens | {config.cache_hit_alignment_tokens or 1}),
         layers=tuple(layers),
         group_count=len(config.kv_cache_groups),

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 import kvstore
 from kvstore.engine.paged import Hints
-from kvstore.identity.block import ImageSpan
 
 BlockIds = tuple[tuple[int, ...], ...]
 """A request's block table: ids of the engine's blocks, by KV cache group."""
@@ -46,7 +45,7 @@ class Work:
     request_id: str
     namespace: kvstore.Namespace
     tokens: NDArray[np.uint32]
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[kvstore.ImageSpan, ...] = ()
     start: int
     stop: int
     blocks: BlockIds

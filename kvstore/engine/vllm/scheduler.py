@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 import kvstore
-from kvstore.cache import Scope
+from kvstore.engine.faults import Faults
 from kvstore.engine.paged import (
     Hints,
     Saving,
@@ -26,13 +26,12 @@ from kvstore.engine.paged import (
     settled_tokens,
     window_boundaries,
 )
-from kvstore.engine.vllm.faults import Faults
+from kvstore.engine.vllm.faults import log
 from kvstore.engine.vllm.groups import EngineLayout
 from kvstore.engine.vllm.images import Images
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
-from kvstore.identity.block import ImageSpan
 
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
@@ -50,7 +49,7 @@ class Tracked:
     """What the scheduler's side knows of one request."""
 
     request: Any
-    scopes: tuple[Scope, ...]
+    scopes: tuple[kvstore.Scope, ...]
     """The stores of all ranks as this request's namespace sees them."""
     namespace: kvstore.Namespace
     hints: Hints
@@ -68,7 +67,7 @@ class Tracked:
     ended: float = 0.0
     """When it finished, by the clock of the scheduler's side."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    spans: list[ImageSpan] = field(default_factory=list)
+    spans: list[kvstore.ImageSpan] = field(default_factory=list)
     """Images of known content, in their order."""
     limit: int | None = None
     """Where the first image of unknown content begins."""
@@ -84,7 +83,9 @@ class Tracked:
                 if digest is None:
                     self.limit = int(place.offset)
                     break
-                self.spans.append(ImageSpan(place.offset, place.offset + place.length, digest))
+                self.spans.append(
+                    kvstore.ImageSpan(place.offset, place.offset + place.length, digest)
+                )
         count = int(self.request.num_tokens)
         return count if self.limit is None else min(count, self.limit)
 
@@ -100,7 +101,7 @@ class Tracked:
         return self.ids[: self.known]
 
     @property
-    def images(self) -> tuple[ImageSpan, ...]:
+    def images(self) -> tuple[kvstore.ImageSpan, ...]:
         """Images among the known tokens."""
         known = self.known
         return images_within(self.spans, known)
@@ -115,7 +116,7 @@ class SchedulerSide:
     def __init__(
         self,
         engine: EngineLayout,
-        readers: Sequence[Scope],
+        readers: Sequence[kvstore.Scope],
         base: kvstore.Namespace,
         tenant: str,
         *,
@@ -151,7 +152,7 @@ class SchedulerSide:
         """Whether every worker has its store."""
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
-        self.faults = Faults()
+        self.faults = Faults(log)
 
     def adopt(self, base: kvstore.Namespace) -> None:
         """Take in whose cache it is, as the workers say; requests come after this."""

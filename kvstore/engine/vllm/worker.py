@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.cache import Scope
-from kvstore.cache.jobs import Event
+from kvstore.engine.faults import Faults
 from kvstore.engine.paged import WindowPages, pages_of
-from kvstore.engine.vllm.faults import Faults
+from kvstore.engine.vllm.faults import log
 from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
 from kvstore.engine.vllm.messages import StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import updated
@@ -43,7 +42,7 @@ class _Underway:
     window: kvstore.WindowSnapshot | None = None
 
 
-def record_event(device: torch.device) -> Event | None:
+def record_event(device: torch.device) -> kvstore.Event | None:
     """Return what a device reaches when it has run all work queued by now; None for the CPU."""
     if device.type != "cuda":
         return None
@@ -65,13 +64,13 @@ class WorkerSide:
     def __init__(
         self,
         engine: EngineLayout,
-        store: Scope | None,
+        store: kvstore.Scope | None,
         base: kvstore.Namespace,
         rank: int,
         *,
         writes: bool,
-        open_late: Callable[[], Scope | None] = lambda: None,
-        record: Callable[[torch.device], Event | None] = record_event,
+        open_late: Callable[[], kvstore.Scope | None] = lambda: None,
+        record: Callable[[torch.device], kvstore.Event | None] = record_event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -93,7 +92,7 @@ class WorkerSide:
         self._report = WorkerReport()
         self._pooled: frozenset[bytes] = frozenset()
         self._counts: Counter[str] = Counter()
-        self.faults = Faults()
+        self.faults = Faults(log)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Take vLLM's KV tensors.
@@ -142,7 +141,7 @@ class WorkerSide:
             else:
                 self._loads[work.request_id] = underway
 
-    def _start_load(self, work: Work, after: Event | None) -> _Underway | None:
+    def _start_load(self, work: Work, after: kvstore.Event | None) -> _Underway | None:
         """Return the load, or None if nothing that was promised is there any more."""
         if self._store is None:
             self._store = self._open_late()
@@ -303,7 +302,7 @@ class WorkerSide:
             {layers.name: work.blocks[layers.index] for layers in stored},
         )
 
-    def _queued(self) -> Event | None:
+    def _queued(self) -> kvstore.Event | None:
         """Return what the device reaches when it has run everything queued so far."""
         return self._record(self._pages[self._engine.layers[0].name][0].device)
 

@@ -94,7 +94,7 @@ class Server:
     def books(self) -> Any:
         """The keys that the adapter has, with or without a serde around it."""
         found = self.adapter
-        return (found if isinstance(found, KVStoreL2Adapter) else found._inner)._entries
+        return (found if isinstance(found, KVStoreL2Adapter) else found._inner).objects.entries
 
     def forget(self) -> None:
         self.manager.clear(force=True)

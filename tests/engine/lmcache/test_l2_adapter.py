@@ -34,10 +34,9 @@ from kvstore import ConfigError, LayoutMismatch, StoreBusy
 from kvstore.engine.lmcache import (
     KVStoreL2Adapter,
     KVStoreL2AdapterConfig,
-    decode_key,
-    encode_key,
 )
-from kvstore.transfer.threads import TaskThread
+from kvstore.engine.lmcache.keys import decode_key, encode_key
+from kvstore.engine.lmcache.tasks import TaskQueue
 from tests.engine.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -325,9 +324,9 @@ def test_two_layouts_of_one_key_are_locked_and_given_back_apart(tmp_path: Path) 
 def test_a_store_task_fails_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with adapter(tmp_path) as a:
         store(a, [key_of(0)], [item_of(0)])
-        own = a._stores[4096]
+        own = a.objects.stores[4096]
         real = own.exists
-        bad = encode_key(key_of(2), a._layout_of(item_of(2)))
+        bad = encode_key(key_of(2), a._entries([key_of(2)], [item_of(2)])[0].layout)
         monkeypatch.setattr(own, "exists", lambda names: 0 if names == [bad] else real(names))
         assert not store(a, [key_of(1), key_of(2)], [item_of(1), item_of(2)]).is_successful()
         assert lookup(a, [key_of(0), key_of(1), key_of(2)]) == [True, False, False]
@@ -343,7 +342,7 @@ def test_a_failing_disk_fails_tasks_and_shows_in_the_status(
 ) -> None:
     with adapter(tmp_path) as a:
         store(a, [key_of(0)], [item_of(0)])
-        tier = a._stores[4096]._shared.ssd
+        tier = a.objects.stores[4096]._shared.ssd
 
         def fail(*_: Any) -> None:
             raise OSError("the disk is gone")
@@ -365,10 +364,10 @@ def test_a_failing_disk_ends_no_thread_of_lmcache(
     with adapter(tmp_path, sizes=2) as a:
         keys, items = [key_of(0), key_of(1)], [item_of(0), item_of(1, 8192)]
         assert store(a, keys, items).is_successful()
-        monkeypatch.setattr(a._stores[4096], "delete", fail)
+        monkeypatch.setattr(a.objects.stores[4096], "delete", fail)
         a.delete([keys[0]])
         assert a.report_status()["failed_tasks"] == 1
-        monkeypatch.setattr(a._stores[4096]._shared.ssd, "sync", fail)
+        monkeypatch.setattr(a.objects.stores[4096]._shared.ssd, "sync", fail)
     assert a.report_status()["is_healthy"] is False
     with adapter(tmp_path, sizes=2) as a:
         assert lookup(a, keys, {}) == [True, True], "both stores were closed"
@@ -391,14 +390,14 @@ def test_an_object_that_goes_before_it_is_noted_leaves_the_books(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with adapter(tmp_path) as a:
-        enter = a._enter
+        enter = a.objects.enter
 
         def late(block_id: bytes, entry: Any) -> bool:
-            a._stores[4096].delete([entry.name])
-            a._settle()  # as in a thread of LMCache's that evicts or loads
+            a.objects.stores[4096].delete([entry.name])
+            a.report_removed()  # as in a thread of LMCache's that evicts or loads
             return bool(enter(block_id, entry))
 
-        monkeypatch.setattr(a, "_enter", late)
+        monkeypatch.setattr(a.objects, "enter", late)
         store(a, [key_of(0)], [item_of(0)])
         assert a.get_usage().total_bytes_used == 0
         assert a.list_l2_keys().entries == ()
@@ -421,7 +420,7 @@ def test_objects_of_several_sizes_share_the_cap(tmp_path: Path) -> None:
         pass
 
 
-def _is_idle(worker: TaskThread) -> bool:
+def _is_idle(worker: TaskQueue) -> bool:
     return worker.waiting == 0
 
 
@@ -431,7 +430,7 @@ def test_a_full_queue_fails_at_once_and_unlocking_never_does(tmp_path: Path) -> 
         store(a, [key], [item])
         lookup(a, [key])
         gate = threading.Event()
-        for worker in (a._writer, a._reader):
+        for worker in (a.writer, a.reader):
             worker.submit(lambda: gate.wait(WAIT) and None)
             is_idle = functools.partial(_is_idle, worker)
             until(is_idle)
@@ -496,7 +495,7 @@ def test_listeners_hear_of_everything_once(tmp_path: Path) -> None:
             elif what == "deleted":
                 assert there.issuperset(keys), "deleted and never stored"
                 there.difference_update(keys)
-        assert there == set(a._entries)
+        assert there == set(a.objects.entries)
         assert a.get_usage().total_bytes_used == 4096 * len(there)
 
 
@@ -557,7 +556,7 @@ def test_threads_of_both_controllers_and_an_evictor_at_once(tmp_path: Path) -> N
         for thread in threads:
             thread.join(120)
         assert not failures, failures
-        a._settle()
+        a.report_removed()
         status = a.report_status()
         assert status["stored_object_count"] == status["stores"]["4096"]["tiers"]["ssd"]["blocks"]
         assert a.get_usage().total_bytes_used == 4096 * status["stored_object_count"]
@@ -657,7 +656,7 @@ def test_a_store_that_cannot_be_opened_is_ill_health_until_one_can(tmp_path: Pat
         status = a.report_status()
         assert not status["is_healthy"]
         assert "ssd_bytes is 1024, expected at least" in status["alarms"][0]
-        a._capacity = 1 << 26
+        a.objects.capacity = 1 << 26
         assert store(a, [key_of(1)], [item_of(1)]).is_successful()
         assert a.report_status()["is_healthy"]
 
@@ -687,7 +686,7 @@ def test_nothing_abstract_is_left_and_nothing_new_was_added() -> None:
 
 
 def test_a_worker_runs_what_it_took_and_stops() -> None:
-    worker = TaskThread("test", 2)
+    worker = TaskQueue("test", 2)
     done: list[int] = []
     for number in range(2):
         assert worker.submit(lambda number=number: done.append(number))  # type: ignore[misc]

@@ -57,7 +57,7 @@ def test_with_its_window_a_hit_answers_alike_and_without_it_is_shorter(
         connectors(llm)[0].scheduler_side._pools = {0: frozenset()}
         assert repeat(llm) == [(tokens, 0) for tokens in cold]
         worker = connectors(llm)[1].worker_side
-        assert not worker.faults._said
+        assert not worker.faults._logged
     with engine(model, tmp_path / "s") as llm:
         assert repeat(llm) == [(tokens, 0) for tokens in cold], "windows survive no restart"
         assert repeat(llm) == list(zip(cold, hits, strict=True))
@@ -103,4 +103,4 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(
         tokens, cached = ask(llm, [[*ids, 7]])[0]
         assert (tokens, cached) == (cold, 640)
         assert [work.start for work in seen] == [512]
-        assert not worker.faults._said
+        assert not worker.faults._logged

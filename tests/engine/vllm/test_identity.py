@@ -453,7 +453,7 @@ def test_ranks_that_disagree_store_and_find_nothing(tmp_path: Path) -> None:
         for said in ({0: mine, 1: other}, {}):
             one.scheduler.set_xfer_handshake_metadata(said)
             assert one.hit(f"b{len(said)}") == 0
-        [(what, _)] = one.side.faults._said
+        [(what, _)] = one.side.faults._logged
         assert "have not said" in what
 
 

@@ -454,8 +454,8 @@ def test_a_store_that_fails_costs_hits_and_nothing_else(
                 assert [tokens for tokens, _ in found] == answers, work
             llm.reset_prefix_cache()
             assert [tokens for tokens, _ in ask(llm, ids)] == answers
-        assert ("save", OSError) in worker.faults._said
-        assert ("load", OSError) in worker.faults._said
+        assert ("save", OSError) in worker.faults._logged
+        assert ("load", OSError) in worker.faults._logged
         # A disk that hangs: the request waits for the deadline and is computed.
         llm.reset_prefix_cache()
         with monkeypatch.context() as patch:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import kvstore
-from kvstore.cache.jobs import Event
+from kvstore.engine.faults import Faults
 from kvstore.engine.vllm import KVStoreConnector, connector, faults
 from kvstore.engine.vllm.groups import engine_layout
 from kvstore.engine.vllm.messages import Identity, StepPlan, Work
@@ -53,7 +53,7 @@ class Worker:
         self,
         stack: ExitStack,
         path: Path,
-        record: Callable[[torch.device], Event | None] = lambda _: None,
+        record: Callable[[torch.device], kvstore.Event | None] = lambda _: None,
     ) -> None:
         self.cache = torch.rand(8, 2, 128, 64)
         self.store = stack.enter_context(
@@ -205,7 +205,7 @@ def test_who_has_said_where_kvstore_logs_keeps_it(
 
 
 def test_an_error_that_says_it_all_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    noted = faults.Faults()
+    noted = Faults(faults.log)
     noted.note("load", kvstore.StoreError("the disk is gone"))
     noted.note("load", ZeroDivisionError("a bug"))
     assert [record.exc_info is None for record in caplog.records] == [True, False]

@@ -1,0 +1,64 @@
+"""Failures inside an adapter: counted, logged once per kind, never raised into the engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+from kvstore.errors import KVStoreError
+
+_KINDS = 1024
+"""Most kinds of failure that are logged. It bounds the memory of ``Faults``."""
+
+
+class Faults:
+    """Counters of failures by topic, and a log of the first failure of each kind.
+
+    A failing store costs hits. A stopped engine costs every request.
+
+    Threads: any.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.counts: Counter[str] = Counter()
+        self._log = log
+        self._logged: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def note(self, work: str, error: BaseException) -> None:
+        """Count an exception that ended ``work``, a noun such as ``"save"``.
+
+        The log has the traceback, except for a ``KVStoreError``: its message names the cause.
+        """
+        if self.count(f"{work}_faults", (work, type(error))):
+            self._log.error(
+                "a %s failed: %s. Its tokens are recomputed or not stored; further failures of this "
+                "kind are only counted",
+                *(work, error),
+                exc_info=None if isinstance(error, KVStoreError) else error,
+            )
+
+    def report(self, topic: str, detail: str) -> None:
+        """Count a failure under ``topic``, and log the first one with this ``detail``."""
+        if self.count(topic, detail):
+            self._log.warning("%s: %s; further ones are only counted", topic, detail)
+
+    def say(self, message: str, *values: object) -> None:
+        """Log a warning the first time that ``message`` is used. It is not counted."""
+        if self._is_first((message, Warning)):
+            self._log.warning(message, *values)
+
+    def count(self, topic: str, kind: object) -> bool:
+        """Count a failure under ``topic``; return whether it is the first of its ``kind``."""
+        with self._lock:
+            self.counts[topic] += 1
+        return self._is_first(kind)
+
+    def _is_first(self, kind: object) -> bool:
+        with self._lock:
+            is_first = kind not in self._logged and len(self._logged) < _KINDS
+            if is_first:
+                self._logged.add(kind)
+        return is_first
