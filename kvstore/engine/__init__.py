@@ -1,5 +1,5 @@
-"""Adapters: how an inference engine's own cache becomes entries, and entries its cache again.
+"""Adapters: they copy an inference engine's KV cache to entries, and entries to its KV cache.
 
-An adapter uses the public contract of ``kvstore`` and nothing behind it. Adapters do not know each
-other, and importing this package imports no engine.
+An adapter imports ``kvstore``, ``kvstore.errors``, ``kvstore.fp4`` and the shared modules of this package.
+No adapter imports another, and importing this package imports no engine. docs/adapter.md is the guide.
 """

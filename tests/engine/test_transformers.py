@@ -290,7 +290,7 @@ def test_a_tenant_of_its_own_is_an_option(tmp_path: Path) -> None:
             assert it.generate(tokens, 2).hit_tokens == hit
             it.cache.flush()
     with (
-        pytest.raises(ConfigError, match="tenant 'a' stands beside a namespace"),
+        pytest.raises(ConfigError, match="found tenant 'a' and a namespace"),
         open_adapter(model, tmp_path / "s", tenant="a", namespace=model_namespace(model)),
     ):
         pass

@@ -611,8 +611,8 @@ def test_a_model_that_changes_before_it_is_kept_stores_nothing(
     assert stored == 2 * [kvstore.Stored(end=0, present=0, dropped=3)]
     assert [r.message for r in caplog.records if "changed between" in r.message] == [
         (
-            "the model changed between a prompt's prefill and its keep, so nothing of it was stored; "
-            "further ones are not reported"
+            "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
+            "further prompts are not logged"
         )
     ]
 

@@ -1,6 +1,6 @@
-"""The connector in a vLLM worker: does what the scheduler planned, on this rank's KV tensors.
+"""The connector in a vLLM worker: it executes the scheduler's plans on this rank's KV tensors.
 
-Copies of whole blocks run in the store's background threads. Windows are small and vLLM frees their
+Whole blocks are copied by the store's background threads. Windows are small and vLLM frees their
 blocks in the next step, so they are copied in the step itself.
 """
 
@@ -25,17 +25,17 @@ from kvstore.engine.vllm.options import updated
 from kvstore.errors import StoreError
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that is not there."""
+"""vLLM's id of a missing block."""
 JOB_SECONDS = 60.0
-"""Most time for one load or save; a disk that takes longer is as good as failed."""
+"""Most time for one load or save; a disk that needs longer counts as failed."""
 IDLE_SECONDS = 0.005
 """Most time that a step without computation waits for a job, so that vLLM does not spin."""
 SAVE_WAIT_SECONDS = 1.0
-"""Most time that the background waits for room in the store's queue."""
+"""Most time that a background thread waits for room in the store's queue."""
 
 
 @dataclass(slots=True)
-class _Underway:
+class _Transfer:
     work: Work
     job: kvstore.Job
     deadline: float
@@ -43,7 +43,7 @@ class _Underway:
 
 
 def record_event(device: torch.device) -> kvstore.Event | None:
-    """Return what a device reaches when it has run all work queued by now; None for the CPU."""
+    """Return an event after all work queued on a device; None for the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -54,9 +54,9 @@ def record_event(device: torch.device) -> kvstore.Event | None:
 class WorkerSide:
     """Loads and saves of one rank.
 
-    ``store`` is None where it could not be opened: then everything is a miss. One rank of several
-    that hold the same bytes writes; the others read its store, which is there by the time of their
-    first load and then opened by ``open_late``.
+    ``store`` is None if it could not be opened: then every lookup misses. Of several ranks with the
+    same bytes one writes. The others read its store, which exists at their first load and is then
+    opened by ``open_late``.
 
     Threads: vLLM's model runner calls it from one.
     """
@@ -83,8 +83,8 @@ class WorkerSide:
         self._clock = clock
         self._pages: dict[str, list[torch.Tensor]] = {}
         """vLLM's blocks of each layer, by group of the layout."""
-        self._saves: dict[str, list[_Underway]] = {}
-        self._loads: dict[str, _Underway] = {}
+        self._saves: dict[str, list[_Transfer]] = {}
+        self._loads: dict[str, _Transfer] = {}
         self._awaited: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -95,27 +95,27 @@ class WorkerSide:
         self.faults = Faults(log)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take vLLM's KV tensors.
+        """Register vLLM's KV tensors.
 
         Raises:
-            LayoutMismatch: if they are not what the KV cache config announced.
+            LayoutMismatch: if they do not match the KV cache config.
         """
         self._pages = {part.name: page_views(part, caches) for part in self._engine.layers}
 
     # ---- a step --------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Let go of blocks that vLLM gives away in this step, before anything is written to them."""
+        """End the saves of blocks that vLLM frees in this step, before they are overwritten."""
         if plan.update is not None:
             self._forget(plan.update)
         jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
-        for job in jobs:  # all of them, before one is waited for: the engine stands still meanwhile
+        for job in jobs:  # cancel all before waiting for one: the engine is stopped meanwhile
             job.is_cancelled = True
         for job in jobs:
             self._cancel(job)
 
     def _forget(self, nonce: str) -> None:
-        """Make everything stored so far a miss: the weights are about to be others."""
+        """Make all stored blocks unreachable before a weight update."""
         try:
             if self._store is not None and self._store.role == "owner":
                 self._store.bump_generation()
@@ -125,24 +125,24 @@ class WorkerSide:
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
-        # Of all that is queued on the device, their blocks may be zeroed by an earlier step, or
-        # still be read and written by the last one of the request that had them before.
+        # Work queued on the device may still zero the blocks, or read and write them for the
+        # request that had them before.
         after = self._queued() if plan.loads else None
         for work in plan.loads:
             self._counts["loads"] += 1
             try:
-                underway = self._start_load(work, after)
+                transfer = self._start_load(work, after)
             except Exception as error:
                 self.faults.note("load", error)
-                underway = None
-            if underway is None:
+                transfer = None
+            if transfer is None:
                 self._fail(work, work.start)
                 self._received.add(work.request_id)
             else:
-                self._loads[work.request_id] = underway
+                self._loads[work.request_id] = transfer
 
-    def _start_load(self, work: Work, after: kvstore.Event | None) -> _Underway | None:
-        """Return the load, or None if nothing that was promised is there any more."""
+    def _start_load(self, work: Work, after: kvstore.Event | None) -> _Transfer | None:
+        """Return the started load, or None if the promised blocks are no longer stored."""
         if self._store is None:
             self._store = self._open_late()
         if self._store is None:
@@ -162,10 +162,10 @@ class WorkerSide:
                     return None
                 window = scope.window(match)
             job = scope.load(match, self._blocks_of(work), work.start, after=after)
-        return _Underway(work, job, self._clock() + JOB_SECONDS, window)
+        return _Transfer(work, job, self._clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
-        """Start the saves of a step that has run, and take its windows."""
+        """Start the saves of a step after it was computed, and take its windows."""
         for work in plan.windows:
             try:
                 self._take_window(work)
@@ -195,11 +195,11 @@ class WorkerSide:
                 self.faults.note("save", error)
                 self._answer(work, work.start)
                 continue
-            underway = _Underway(work, job, self._clock() + JOB_SECONDS)
-            self._saves.setdefault(work.request_id, []).append(underway)
+            transfer = _Transfer(work, job, self._clock() + JOB_SECONDS)
+            self._saves.setdefault(work.request_id, []).append(transfer)
 
     def finished(self, plan: StepPlan) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests that saves, and that loads, are done with, and the failed loads."""
+        """Return the requests whose saves ended, whose loads ended, and whose load failed."""
         self._awaited |= plan.awaited
         if plan.is_idle:
             self._wait_a_moment()
@@ -228,29 +228,29 @@ class WorkerSide:
         if jobs:
             jobs[0].wait(IDLE_SECONDS)
 
-    def _is_over(self, underway: _Underway) -> bool:
-        if underway.job.done:
+    def _is_over(self, transfer: _Transfer) -> bool:
+        if transfer.job.done:
             return True
-        if self._clock() >= underway.deadline and not underway.job.is_cancelled:
+        if self._clock() >= transfer.deadline and not transfer.job.is_cancelled:
             self._counts["overdue_jobs"] += 1
-            underway.job.is_cancelled = True  # not waited for: other requests go on
-        return underway.job.done
+            transfer.job.is_cancelled = True  # without waiting: other requests continue
+        return transfer.job.done
 
     def _end(self, job: kvstore.Job, deadline: float) -> None:
-        """Wait for a job, then cancel it: after that nothing touches vLLM's blocks."""
+        """Wait for a job until the deadline, then cancel it. After that it touches no block of vLLM."""
         if job.wait(max(0.0, deadline - self._clock())):
             return
         self._counts["overdue_jobs"] += 1
         self._cancel(job)
 
     def _cancel(self, job: kvstore.Job) -> None:
-        """Return when a job touches vLLM's blocks no more."""
+        """Cancel a job; return when it no longer touches vLLM's blocks."""
         try:
             job.cancel()
         except StoreError as error:
             self.faults.note("cancellation", error)
 
-    def _end_load(self, load: _Underway) -> None:
+    def _end_load(self, load: _Transfer) -> None:
         work, job = load.work, load.job
         try:
             if self._store is not None:
@@ -269,7 +269,7 @@ class WorkerSide:
             self._fail(work, loaded)
 
     def _fail(self, work: Work, loaded: int) -> None:
-        """Tell vLLM to compute what was promised and is not there."""
+        """Report promised tokens that vLLM must compute."""
         self._counts["failed_load_tokens"] += work.stop - loaded
         self._report.failed.add(work.request_id)
         if self._engine.group_count == 1:
@@ -277,10 +277,10 @@ class WorkerSide:
             self._invalid_blocks |= set(
                 pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
             )
-        else:  # block ids of several groups overlap, so vLLM takes the request's name instead
+        else:  # block ids of several groups overlap, so vLLM takes the request id
             self._failed.add(work.request_id)
 
-    def _end_save(self, save: _Underway) -> None:
+    def _end_save(self, save: _Transfer) -> None:
         stored = save.job.stored
         end = save.work.start if stored is None else stored.end
         present = 0 if stored is None else stored.present * self._engine.block_tokens
@@ -289,13 +289,13 @@ class WorkerSide:
         self._answer(save.work, end)
 
     def _answer(self, work: Work, end: int) -> None:
-        """Tell the scheduler's side how many leading tokens a save left stored here."""
+        """Report to the scheduler how many leading tokens are stored after a save."""
         self._report.saved.setdefault(work.request_id, []).append(end)
 
     # ---- tensors -------------------------------------------------------------------------------
 
     def _blocks_of(self, work: Work) -> kvstore.Pages:
-        """Return where the GLOBAL entries of a request lie."""
+        """Return the pages of the GLOBAL entries of a request."""
         stored = [layers for layers in self._engine.layers if not layers.is_window]
         return kvstore.Pages(
             {layers.name: self._pages[layers.name] for layers in stored},
@@ -303,7 +303,7 @@ class WorkerSide:
         )
 
     def _queued(self) -> kvstore.Event | None:
-        """Return what the device reaches when it has run everything queued so far."""
+        """Return an event after all work queued on the device."""
         return self._record(self._pages[self._engine.layers[0].name][0].device)
 
     def _window_pages(self, work: Work) -> WindowPages:
@@ -331,7 +331,7 @@ class WorkerSide:
         )
 
     def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
-        """Copy a window into the request's own blocks; vLLM shares those below ``start``."""
+        """Copy a window to the request's own blocks; vLLM shares those before ``start``."""
         span = self._window_pages(work)
         for layers in self._engine.windows:
             first, stop = span.needed(layers.page_tokens, work.start)
@@ -343,7 +343,7 @@ class WorkerSide:
             for view, rows in zip(pages, torch.from_numpy(held), strict=True):
                 view[ids] = rows.to(view.device).reshape(len(ids), *view.shape[1:])
 
-    # ---- what it tells -------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that loads did not fill, since the last call."""
@@ -351,7 +351,7 @@ class WorkerSide:
         return invalid
 
     def take_report(self) -> WorkerReport | None:
-        """Return what the scheduler's side has to know, since the last call."""
+        """Return the report to the scheduler since the last call, None if it is empty."""
         if self._engine.windows and self._store is not None:
             try:
                 pooled = self._store.pooled_windows()
@@ -365,18 +365,18 @@ class WorkerSide:
         return None if report.is_empty else report
 
     def stats(self) -> StoreStats:
-        """Return what was counted since the last call."""
+        """Return the counters since the last call."""
         counts = self._counts + self.faults.counts
         self._counts, self.faults.counts = Counter(), Counter()
         return StoreStats.of(counts)
 
     def flush(self) -> None:
-        """Return when everything saved so far survives power loss. For tests and measurements."""
+        """Return when all saves so far survive power loss. For tests and measurements."""
         if self._store is not None:
             self._store.flush()
 
     def close(self) -> None:
-        """Return when nothing touches vLLM's blocks any more."""
+        """End all transfers; after that nothing touches vLLM's blocks."""
         for load in self._loads.values():
             self._end(load.job, self._clock())
         for saves in self._saves.values():
@@ -385,9 +385,9 @@ class WorkerSide:
 
 
 def _live(work: Work, layers: PagedLayers, first: int, stop: int) -> torch.Tensor:
-    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` where vLLM keeps none."""
+    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` if vLLM has freed one."""
     ids = work.blocks[layers.index][first:stop]
     if len(ids) < stop - first or NULL_BLOCK in ids:
-        msg = f"vLLM gave away a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
+        msg = f"vLLM has freed a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
         raise ValueError(msg)
     return torch.tensor(ids, dtype=torch.int64)

@@ -454,7 +454,7 @@ def test_ranks_that_disagree_store_and_find_nothing(tmp_path: Path) -> None:
             one.scheduler.set_xfer_handshake_metadata(said)
             assert one.hit(f"b{len(said)}") == 0
         [(what, _)] = one.side.faults._logged
-        assert "have not said" in what
+        assert "reported no namespace" in what
 
 
 # ---- engines -------------------------------------------------------------------------------------

@@ -273,7 +273,7 @@ def test_a_store_that_cannot_be_opened_costs_hits_and_no_engine(
     opened = KVStoreConnector(vllm_config(tmp_path / "s"), role, CONFIG)
     lines = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(lines) == 1
-    assert "nothing is loaded from" in lines[0].getMessage()
+    assert "cannot be opened, so nothing is loaded" in lines[0].getMessage()
     if role == KVConnectorRole.WORKER:
         opened.register_kv_caches({NAME: torch.zeros(8, 2, 128, 64)})
         opened.worker_side.load(StepPlan(loads=(work("a", 256, (0, 1)),)))
