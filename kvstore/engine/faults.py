@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore.errors import KVStoreError
@@ -32,7 +33,7 @@ class Faults:
 
         The log has the traceback, except for a ``KVStoreError``: its message names the cause.
         """
-        if self.count(f"{work}_faults", (work, type(error))):
+        if self._is_first((work, type(error)), f"{work}_faults"):
             self._log.error(
                 "a %s failed: %s. Its tokens are recomputed or not stored; further failures of this "
                 "kind are only counted",
@@ -40,9 +41,13 @@ class Faults:
                 exc_info=None if isinstance(error, KVStoreError) else error,
             )
 
+    def noted(self, work: str) -> _Noted:
+        """Return a context that notes an exception and ends it."""
+        return _Noted(self, work)
+
     def report(self, topic: str, detail: str) -> None:
         """Count a failure under ``topic``, and log the first one with this ``detail``."""
-        if self.count(topic, detail):
+        if self._is_first(detail, topic):
             self._log.warning("%s: %s; further ones are only counted", topic, detail)
 
     def say(self, message: str, *values: object) -> None:
@@ -50,15 +55,25 @@ class Faults:
         if self._is_first((message, Warning)):
             self._log.warning(message, *values)
 
-    def count(self, topic: str, kind: object) -> bool:
-        """Count a failure under ``topic``; return whether it is the first of its ``kind``."""
+    def _is_first(self, kind: object, topic: str = "") -> bool:
+        """Return whether a failure is the first of its ``kind``; count it under ``topic``."""
         with self._lock:
-            self.counts[topic] += 1
-        return self._is_first(kind)
-
-    def _is_first(self, kind: object) -> bool:
-        with self._lock:
+            if topic:
+                self.counts[topic] += 1
             is_first = kind not in self._logged and len(self._logged) < _KINDS
             if is_first:
                 self._logged.add(kind)
         return is_first
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    faults: Faults
+    work: str
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.faults.note(self.work, error)
+        return isinstance(error, Exception)

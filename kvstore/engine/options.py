@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar
 
 from kvstore.errors import ConfigError
 
+T = TypeVar("T")
 UNCHECKED = "unchecked"
 """Value in place of the digest of the weights: the operator guarantees that the name identifies them."""
 
@@ -28,30 +30,34 @@ def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) ->
         raise ConfigError(msg)
 
 
-def check_options(
-    where: str,
-    given: Mapping[str, Any],
-    known: Collection[str],
-    texts: Collection[str],
-    flags: Collection[str] = (),
-) -> None:
-    """Check the names in ``given``, that it has ``path``, and the types of ``texts`` and ``flags``.
+def options_of(kind: type[T], where: str, given: Mapping[str, Any], weights: str = "") -> T:
+    """Return ``given`` as a ``kind``: a dataclass whose fields of one type are checked by that type.
+
+    ``weights`` names the option that identifies the weights, if there is one.
 
     Raises:
         ConfigError: naming the option, and ``where`` it is in the engine's configuration.
     """
-    check_names(where, given, known)
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    check_names(where, given, types)
     if given.get("path", "") == "":
         msg = f"{where}: 'path' is missing; name a directory on a local disk"
         raise ConfigError(msg)
-    for name in texts:
-        if not isinstance(given.get(name, ""), str):
-            msg = f"{where}: {name!r} must be a text, found {given[name]!r}"
+    for name, value in given.items():
+        expected = _EXPECTED.get(str(types[name]))
+        if expected is not None and not expected[1](value):
+            msg = f"{where}: {name!r} must be {expected[0]}, found {value!r}"
             raise ConfigError(msg)
-    for name in flags:
-        if not isinstance(given.get(name, False), bool):
-            msg = f"{where}: {name!r} must be true or false, found {given[name]!r}"
-            raise ConfigError(msg)
+    if weights:
+        check_weights(where, weights, given)
+    return kind(**given)
+
+
+_EXPECTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a positive integer", lambda value: type(value) is int and value > 0),
+}
 
 
 def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:

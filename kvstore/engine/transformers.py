@@ -300,9 +300,7 @@ class TransformersAdapter:
         return kvstore.WindowSnapshot(stop - held, stop, rows, source)
 
     def restore(
-        self,
-        entries: Mapping[str, NDArray[np.uint8]],
-        window: kvstore.WindowSnapshot | None = None,
+        self, entries: Mapping[str, NDArray[np.uint8]], window: kvstore.WindowSnapshot | None = None
     ) -> Cache:
         """Return a KV cache with ``entries``, in the memory layout of a computed one.
 

@@ -166,11 +166,7 @@ class ReferenceEngine:
         """By digest, images of the current request: a replay needs their features."""
 
     def prefill(
-        self,
-        tokens: Tokens,
-        *,
-        images: Sequence[Image] = (),
-        chunks: Iterable[int] | None = None,
+        self, tokens: Tokens, *, images: Sequence[Image] = (), chunks: Iterable[int] | None = None
     ) -> Result:
         """Compute a prompt, and store its entries and windows.
 
@@ -437,11 +433,7 @@ class ReferenceEngine:
         )
 
     def _state(
-        self,
-        tokens: NDArray[np.uint32],
-        floors: Floors,
-        prompt: int,
-        images: Sequence[Image] = (),
+        self, tokens: NDArray[np.uint32], floors: Floors, prompt: int, images: Sequence[Image] = ()
     ) -> SequenceState:
         return SequenceState(
             self.config,

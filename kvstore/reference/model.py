@@ -32,10 +32,7 @@ class ReferenceModel:
     """
 
     def __init__(
-        self,
-        config: ReferenceConfig,
-        weights: Weights,
-        tables: Mapping[int, Table] | None = None,
+        self, config: ReferenceConfig, weights: Weights, tables: Mapping[int, Table] | None = None
     ) -> None:
         """``tables`` has a table for each Engram layer of the config.
 

@@ -433,7 +433,9 @@ def test_a_replay_beyond_what_is_stored_is_refused() -> None:
     past = filled(model, prompt(20))
     layer = StoredLayer(past.layers[1], 18)
     states = past.layers[1].keys[:, :, :3]
-    with pytest.raises(ValueError, match="needs a stored row for each token, found token 20 of 20 rows"):
+    with pytest.raises(
+        ValueError, match="needs a stored row for each token, found token 20 of 20 rows"
+    ):
         layer.update(states, states)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -26,8 +26,8 @@ from kvstore.engine.faults import Faults
 from kvstore.engine.lmcache.keys import Entry, Identity, check_keys, decode_key
 from kvstore.engine.lmcache.objects import Objects
 from kvstore.engine.lmcache.tasks import TaskQueue, Tasks
-from kvstore.engine.options import check_options, check_weights
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.engine.options import options_of
+from kvstore.errors import KVStoreError
 
 logger = logging.getLogger("kvstore.engine.lmcache")
 
@@ -53,15 +53,7 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
     @override
     def from_dict(cls, d: Mapping[str, Any]) -> KVStoreL2AdapterConfig:
         """Return the checked parameters. Raises ``ConfigError``, a ``ValueError``."""
-        known = [field.name for field in fields(_Options)]
-        check_options("adapter_params", d, known, ("path", "revision", "tenant"), ("secret",))
-        check_weights("adapter_params", "revision", d)
-        for name, default in (("sizes", 1), ("queue_tasks", 1)):
-            value = d.get(name, default)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"adapter_params: {name!r} must be a positive integer, found {value!r}"
-                raise ConfigError(msg)
-        options = _Options(**d)
+        options = options_of(_Options, "adapter_params", d, "revision")
         kvstore.size_bytes(options.ssd_bytes, "ssd_bytes")
         return cls(options)
 
@@ -241,11 +233,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
     @override
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete objects; locked ones stay. Listeners are told which were deleted."""
-        try:
+        with self.faults.noted(
+            "deletion"
+        ):  # LMCache's thread would end, and nothing be evicted any more
             self.objects.delete_keys(keys)
             self.report_removed()
-        except Exception as error:  # LMCache's thread would end, and nothing be evicted any more
-            self.faults.note("deletion", error)
 
     @override
     def list_l2_keys(
@@ -305,9 +297,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         self.writer.close()
         self.reader.close()
         self._is_closed = True
-        try:
+        with self.faults.noted("closing"):  # LMCache closes other adapters after this one
             self.objects.close()
-        except Exception as error:  # LMCache closes other adapters after this one
-            self.faults.note("closing", error)
         for tasks in (self._storing, self._lookups, self._loading):
             tasks.close()

@@ -50,10 +50,7 @@ class Tasks(Generic[T]):
     """
 
     def __init__(
-        self,
-        queue: TaskQueue,
-        numbers: Iterator[int],
-        note: Callable[[Exception], None],
+        self, queue: TaskQueue, numbers: Iterator[int], note: Callable[[Exception], None]
     ) -> None:
         """``numbers`` yields task ids. ``note`` takes the exception of a task that failed."""
         self._queue = queue

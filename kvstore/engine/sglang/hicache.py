@@ -171,10 +171,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     @override
     @_or_miss(lambda *_, **__: None)
     def get(
-        self,
-        key: str,
-        target_location: torch.Tensor | None = None,
-        target_sizes: Any = None,
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
         """Return ``target_location`` (or a new flat page) with the page in it, None for a miss."""
         host = self._kv.host
@@ -305,9 +302,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     @override
     @_or_miss(_all_missed)
     def batch_get_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Load pages of several pools; return which were loaded."""
         return self._each(transfers, lambda pool, t: self._load(pool, t.keys or [], t.host_indices))
@@ -315,20 +310,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     @override
     @_or_miss(_all_missed)
     def batch_set_v2(
-        self,
-        transfers: list[PoolTransfer],
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of several pools; return which are stored."""
         return self._each(
-            transfers,
-            lambda pool, t: self._save(pool, t.keys or [], t.host_indices, extra_info),
+            transfers, lambda pool, t: self._save(pool, t.keys or [], t.host_indices, extra_info)
         )
 
     def _each(
-        self,
-        transfers: Sequence[PoolTransfer],
-        work: Callable[[Pool, PoolTransfer], list[bool]],
+        self, transfers: Sequence[PoolTransfer], work: Callable[[Pool, PoolTransfer], list[bool]]
     ) -> dict[str, list[bool]]:
         """Transfer every pool's pages. A failure in one pool causes no miss in another."""
         done = _all_missed(transfers)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_lora, get_serving
 from sglang.version import __version__ as sglang_version
 
 import kvstore
-from kvstore.engine.options import check_options, check_weights
+from kvstore.engine.options import options_of
 from kvstore.errors import ConfigError
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
@@ -70,10 +70,7 @@ class HiCacheOptions:
     def of(cls, extra: Mapping[str, Any] | None) -> HiCacheOptions:
         """Return the options in an extra config. Raises ``ConfigError`` for an unknown or wrong one."""
         given = {name: value for name, value in (extra or {}).items() if name not in _SGLANG_KEYS}
-        known = [field.name for field in fields(cls)]
-        check_options("extra config", given, known, ("path", "tenant", "weights"), ("secret",))
-        check_weights("extra config", "weights", given)
-        options = cls(**given)
+        options = options_of(cls, "extra config", given, "weights")
         ttl: object = options.window_ttl
         if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
             msg = f"extra config: 'window_ttl' must be positive seconds, found {ttl!r}"

@@ -64,9 +64,6 @@ def _digest(feature: Any) -> bytes | None:
     if any(value is None for value in fields.values()):
         return None
     shown = MultiModalHasher.hash_kwargs(
-        "sha256",
-        modality=feature.modality,
-        fields=fields,
-        is_embed=feature.mm_position.is_embed,
+        "sha256", modality=feature.modality, fields=fields, is_embed=feature.mm_position.is_embed
     )
     return bytes.fromhex(shown)

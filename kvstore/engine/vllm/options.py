@@ -15,7 +15,7 @@ import vllm
 from vllm.platforms import current_platform
 
 import kvstore
-from kvstore.engine.options import check_options
+from kvstore.engine.options import options_of
 from kvstore.errors import ConfigError
 
 TENANT_RULE = "kvstore.vllm.2"
@@ -78,15 +78,7 @@ class Options:
         Raises:
             ConfigError: for a missing path, an unknown option or a value of another type.
         """
-        known = [field.name for field in fields(cls)]
-        check_options(
-            "kv_connector_extra_config",
-            extra,
-            known,
-            ("path", "tenant"),
-            ("secret", "fixed_weights"),
-        )
-        return cls(**extra)
+        return options_of(cls, "kv_connector_extra_config", extra)
 
 
 def check_supported(config: Any) -> None:
@@ -240,10 +232,7 @@ def _weights(model: Any, load: Any) -> str:
 
     try:
         found = snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=load.download_dir,
-            local_files_only=True,
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
         )
     except Exception as error:
         msg = (

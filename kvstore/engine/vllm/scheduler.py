@@ -159,10 +159,8 @@ class SchedulerSide:
         """Begin to track a request, unless none of it can be stored."""
         if not self._readers or request.prompt_embeds is not None:
             return
-        try:
+        with self.faults.noted("request"):
             self._tracked[request.request_id] = self._track(request)
-        except Exception as error:
-            self.faults.note("request", error)
 
     def _track(self, request: Any) -> Tracked:
         wishes = (request.kv_transfer_params or {}).get(HINTS)
@@ -223,12 +221,9 @@ class SchedulerSide:
         tracked.local = local
         if not (tracked.may_load and self._may_load):
             return 0
-        try:
-            hit = self._hit(tracked)
-        except Exception as error:
-            self.faults.note("lookup", error)
-            return 0
-        return max(0, hit - local)
+        with self.faults.noted("lookup"):
+            return max(0, self._hit(tracked) - local)
+        return 0
 
     def _hit(self, tracked: Tracked) -> int:
         tokens = tracked.tokens
@@ -258,11 +253,9 @@ class SchedulerSide:
             tracked.saving.saved, stop // self._block_tokens * self._block_tokens
         )
         for scope in tracked.scopes:
-            try:
+            with self.faults.noted("lookup"):
                 images = images_within(tracked.images, len(tokens))
                 scope.lookup(tokens, request.request_id, images=images)
-            except Exception as error:
-                self.faults.note("lookup", error)
         tracked.is_loading = True
         self._loads.append(self._work(tracked, tokens, start, stop, blocks))
         self._counts["load_requests"] += 1
@@ -304,10 +297,8 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            try:
+            with self.faults.noted("plan"):
                 self._advance(tracked, count, block_ids, windows)
-            except Exception as error:
-                self.faults.note("plan", error)
         plan = StepPlan(
             loads=tuple(self._loads),
             saves=tuple(self._saves),
@@ -362,10 +353,8 @@ class SchedulerSide:
         self._release(tracked)
         if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
             return False
-        try:
+        with self.faults.noted("save"):
             self._save_rest(tracked, blocks)
-        except Exception as error:
-            self.faults.note("save", error)
         if tracked.saving.pending is None:
             return False
         tracked.ended = self._clock()
@@ -388,11 +377,9 @@ class SchedulerSide:
 
     def _release(self, tracked: Tracked) -> None:
         """Release the leases of a request's lookups."""
-        try:
+        with self.faults.noted("release"):
             for scope in tracked.scopes:
                 scope.release(tracked.request.request_id)
-        except Exception as error:
-            self.faults.note("release", error)
 
     def take_report(
         self, report: WorkerReport | None, received: Iterable[str], sent: Iterable[str]
@@ -424,10 +411,8 @@ class SchedulerSide:
         for end in ends:
             tracked.saving.answer(end)
         if tracked.saving.saved > before and self._sends_events:
-            try:
+            with self.faults.noted("event"):
                 self._tell_stored(tracked, before, tracked.saving.saved)
-            except Exception as error:
-                self.faults.note("event", error)
 
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]

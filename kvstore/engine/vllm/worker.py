@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ def record_event(device: torch.device) -> kvstore.Event | None:
     return event
 
 
+@dataclass(eq=False)
 class WorkerSide:
     """Loads and saves of one rank.
 
@@ -61,38 +62,27 @@ class WorkerSide:
     Threads: vLLM's model runner calls it from one.
     """
 
-    def __init__(
-        self,
-        engine: EngineLayout,
-        store: kvstore.Scope | None,
-        base: kvstore.Namespace,
-        rank: int,
-        *,
-        writes: bool,
-        open_late: Callable[[], kvstore.Scope | None] = lambda: None,
-        record: Callable[[torch.device], kvstore.Event | None] = record_event,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._base = base
-        self._rank = rank
-        self._writes = writes
-        self._open_late = open_late
-        self._record = record
-        self._clock = clock
-        self._pages: dict[str, list[torch.Tensor]] = {}
-        """vLLM's blocks of each layer, by group of the layout."""
-        self._saves: dict[str, list[_Transfer]] = {}
-        self._loads: dict[str, _Transfer] = {}
-        self._awaited: set[str] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._invalid_blocks: set[int] = set()
-        self._report = WorkerReport()
-        self._pooled: frozenset[bytes] = frozenset()
-        self._counts: Counter[str] = Counter()
-        self.faults = Faults(log)
+    engine: EngineLayout
+    store: kvstore.Scope | None
+    base: kvstore.Namespace
+    rank: int
+    _: KW_ONLY
+    writes: bool
+    open_late: Callable[[], kvstore.Scope | None] = lambda: None
+    record: Callable[[torch.device], kvstore.Event | None] = record_event
+    clock: Callable[[], float] = time.monotonic
+    faults: Faults = field(default_factory=lambda: Faults(log))
+    _pages: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """vLLM's blocks of each layer, by group of the layout."""
+    _saves: dict[str, list[_Transfer]] = field(default_factory=dict)
+    _loads: dict[str, _Transfer] = field(default_factory=dict)
+    _awaited: set[str] = field(default_factory=set)
+    _received: set[str] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+    _invalid_blocks: set[int] = field(default_factory=set)
+    _report: WorkerReport = field(default_factory=WorkerReport)
+    _pooled: frozenset[bytes] = frozenset()
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's KV tensors.
@@ -100,7 +90,7 @@ class WorkerSide:
         Raises:
             LayoutMismatch: if they do not match the KV cache config.
         """
-        self._pages = {part.name: page_views(part, caches) for part in self._engine.layers}
+        self._pages = {part.name: page_views(part, caches) for part in self.engine.layers}
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -116,12 +106,10 @@ class WorkerSide:
 
     def _forget(self, nonce: str) -> None:
         """Make all stored blocks unreachable before a weight update."""
-        try:
-            if self._store is not None and self._store.role == "owner":
-                self._store.bump_generation()
-        except Exception as error:
-            self.faults.note("weight update", error)
-        self._base = updated(self._base, nonce)
+        with self.faults.noted("weight update"):
+            if self.store is not None and self.store.role == "owner":
+                self.store.bump_generation()
+        self.base = updated(self.base, nonce)
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
@@ -143,13 +131,13 @@ class WorkerSide:
 
     def _start_load(self, work: Work, after: kvstore.Event | None) -> _Transfer | None:
         """Return the started load, or None if the promised blocks are no longer stored."""
-        if self._store is None:
-            self._store = self._open_late()
-        if self._store is None:
+        if self.store is None:
+            self.store = self.open_late()
+        if self.store is None:
             self._report.lacks_store = True
             return None
-        needs_window = bool(self._engine.windows)
-        scope = self._store.scope(work.namespace)
+        needs_window = bool(self.engine.windows)
+        scope = self.store.scope(work.namespace)
         match = scope.lookup(
             work.tokens, work.request_id, need_window=needs_window, images=work.images
         )
@@ -162,25 +150,23 @@ class WorkerSide:
                     return None
                 window = scope.window(match)
             job = scope.load(match, self._blocks_of(work), work.start, after=after)
-        return _Transfer(work, job, self._clock() + JOB_SECONDS, window)
+        return _Transfer(work, job, self.clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
         """Start the saves of a step after it was computed, and take its windows."""
         for work in plan.windows:
-            try:
+            with self.faults.noted("window"):
                 self._take_window(work)
-            except Exception as error:
-                self.faults.note("window", error)
-        if not self._writes:
+        if not self.writes:
             return
         event = None
         for work in plan.saves:
             try:
-                if self._store is None:
+                if self.store is None:
                     self._answer(work, work.start)
                     continue
                 event = event or self._queued()
-                job = self._store.scope(work.namespace).save(
+                job = self.store.scope(work.namespace).save(
                     work.tokens,
                     self._blocks_of(work),
                     work.start,
@@ -195,7 +181,7 @@ class WorkerSide:
                 self.faults.note("save", error)
                 self._answer(work, work.start)
                 continue
-            transfer = _Transfer(work, job, self._clock() + JOB_SECONDS)
+            transfer = _Transfer(work, job, self.clock() + JOB_SECONDS)
             self._saves.setdefault(work.request_id, []).append(transfer)
 
     def finished(self, plan: StepPlan) -> tuple[set[str], set[str], set[str]]:
@@ -231,14 +217,14 @@ class WorkerSide:
     def _is_over(self, transfer: _Transfer) -> bool:
         if transfer.job.done:
             return True
-        if self._clock() >= transfer.deadline and not transfer.job.is_cancelled:
+        if self.clock() >= transfer.deadline and not transfer.job.is_cancelled:
             self._counts["overdue_jobs"] += 1
             transfer.job.is_cancelled = True  # without waiting: other requests continue
         return transfer.job.done
 
     def _end(self, job: kvstore.Job, deadline: float) -> None:
         """Wait for a job until the deadline, then cancel it. After that it touches no block of vLLM."""
-        if job.wait(max(0.0, deadline - self._clock())):
+        if job.wait(max(0.0, deadline - self.clock())):
             return
         self._counts["overdue_jobs"] += 1
         self._cancel(job)
@@ -252,11 +238,9 @@ class WorkerSide:
 
     def _end_load(self, load: _Transfer) -> None:
         work, job = load.work, load.job
-        try:
-            if self._store is not None:
-                self._store.scope(work.namespace).release(work.request_id)
-        except Exception as error:
-            self.faults.note("release", error)
+        with self.faults.noted("release"):
+            if self.store is not None:
+                self.store.scope(work.namespace).release(work.request_id)
         loaded = max(work.start, job.loaded_tokens)
         if loaded == work.stop and load.window is not None:
             try:
@@ -272,8 +256,8 @@ class WorkerSide:
         """Report promised tokens that vLLM must compute."""
         self._counts["failed_load_tokens"] += work.stop - loaded
         self._report.failed.add(work.request_id)
-        if self._engine.group_count == 1:
-            layers = self._engine.layers[0]
+        if self.engine.group_count == 1:
+            layers = self.engine.layers[0]
             self._invalid_blocks |= set(
                 pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
             )
@@ -283,7 +267,7 @@ class WorkerSide:
     def _end_save(self, save: _Transfer) -> None:
         stored = save.job.stored
         end = save.work.start if stored is None else stored.end
-        present = 0 if stored is None else stored.present * self._engine.block_tokens
+        present = 0 if stored is None else stored.present * self.engine.block_tokens
         self._counts["saved_tokens"] += max(0, end - save.work.start - present)
         self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
         self._answer(save.work, end)
@@ -296,7 +280,7 @@ class WorkerSide:
 
     def _blocks_of(self, work: Work) -> kvstore.Pages:
         """Return the pages of the GLOBAL entries of a request."""
-        stored = [layers for layers in self._engine.layers if not layers.is_window]
+        stored = [layers for layers in self.engine.layers if not layers.is_window]
         return kvstore.Pages(
             {layers.name: self._pages[layers.name] for layers in stored},
             {layers.name: work.blocks[layers.index] for layers in stored},
@@ -304,18 +288,18 @@ class WorkerSide:
 
     def _queued(self) -> kvstore.Event | None:
         """Return an event after all work queued on the device."""
-        return self._record(self._pages[self._engine.layers[0].name][0].device)
+        return self.record(self._pages[self.engine.layers[0].name][0].device)
 
     def _window_pages(self, work: Work) -> WindowPages:
-        sizes = [layers.page_tokens for layers in self._engine.windows]
-        return WindowPages.of(work.stop, self._engine.layout.window_tokens, sizes)
+        sizes = [layers.page_tokens for layers in self.engine.windows]
+        return WindowPages.of(work.stop, self.engine.layout.window_tokens, sizes)
 
     def _take_window(self, work: Work) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         span = self._window_pages(work)
         rows: dict[str, NDArray[np.uint8]] = {}
-        for layers in self._engine.windows:
+        for layers in self.engine.windows:
             size = layers.page_tokens
             first, stop = span.needed(size)
             pages = self._pages[layers.name]
@@ -326,14 +310,14 @@ class WorkerSide:
                 target[first - span.start // size :] = view[ids].flatten(1).to(target.device)
             rows[layers.name] = taken.numpy()
         snapshot = kvstore.WindowSnapshot(span.start, span.stop, rows)
-        self._counts["windows_taken"] += self._store.scope(work.namespace).put_window(
+        self._counts["windows_taken"] += self.store.scope(work.namespace).put_window(
             work.tokens, snapshot, images=work.images
         )
 
     def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
         """Copy a window to the request's own blocks; vLLM shares those before ``start``."""
         span = self._window_pages(work)
-        for layers in self._engine.windows:
+        for layers in self.engine.windows:
             first, stop = span.needed(layers.page_tokens, work.start)
             if first == stop:
                 continue
@@ -352,15 +336,15 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """Return the report to the scheduler since the last call, None if it is empty."""
-        if self._engine.windows and self._store is not None:
+        if self.engine.windows and self.store is not None:
             try:
-                pooled = self._store.pooled_windows()
+                pooled = self.store.pooled_windows()
             except Exception as error:
                 self.faults.note("window", error)
                 pooled = frozenset()
             if pooled != self._pooled:
                 self._pooled = pooled
-                self._report.pooled[self._rank] = pooled
+                self._report.pooled[self.rank] = pooled
         report, self._report = self._report, WorkerReport()
         return None if report.is_empty else report
 
@@ -372,13 +356,13 @@ class WorkerSide:
 
     def flush(self) -> None:
         """Return when all saves so far survive power loss. For tests and measurements."""
-        if self._store is not None:
-            self._store.flush()
+        if self.store is not None:
+            self.store.flush()
 
     def close(self) -> None:
         """End all transfers; after that nothing touches vLLM's blocks."""
         for load in self._loads.values():
-            self._end(load.job, self._clock())
+            self._end(load.job, self.clock())
         for saves in self._saves.values():
             for save in saves:
                 self._end(save.job, save.deadline)

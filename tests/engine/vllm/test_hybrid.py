@@ -83,7 +83,7 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(
         def watch(work: Work, window: Any) -> None:
             shared = {
                 layers.name: [b for b in work.blocks[layers.index][: work.start // BLOCK] if b]
-                for layers in worker._engine.windows
+                for layers in worker.engine.windows
             }
             before = {
                 name: [page[ids].clone() for page in worker._pages[name]]

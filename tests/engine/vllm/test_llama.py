@@ -122,7 +122,7 @@ def test_pages_of_32_tokens_with_blocks_of_128(
         assert ask(llm, [prompt(700, seed=0)]) == [(cold[-700], 0)]
     with engine(model, tmp_path / "s", block_size=32) as llm:
         worker = connectors(llm)[1].worker_side
-        assert worker._engine.block_tokens == BLOCK
+        assert worker.engine.block_tokens == BLOCK
         salted = ask(llm, [prompt(200, seed=0)[:170] + [3] * 9], count=1)
         assert salted[0][1] == 128
         plans: list[StepPlan] = []

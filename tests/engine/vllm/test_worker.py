@@ -141,7 +141,7 @@ def test_a_preempted_request_is_not_waited_for(stack: ExitStack, tmp_path: Path)
 
 def test_a_worker_without_its_store_says_so(stack: ExitStack, tmp_path: Path) -> None:
     worker = Worker(stack, tmp_path / "s")
-    worker.side._store = None
+    worker.side.store = None
     worker.side.load(StepPlan(loads=(work("a", 256, (0, 1)),)))
     report = worker.side.take_report()
     assert report is not None
