@@ -28,8 +28,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
 from kvstore.engine.paged import shard_name, shard_of
-from kvstore.engine.vllm.faults import log, log_as_vllm
 from kvstore.engine.vllm.groups import engine_layout
+from kvstore.engine.vllm.log import log, log_as_vllm
 from kvstore.engine.vllm.messages import Identity, StepPlan, StoreStats, WorkerReport
 from kvstore.engine.vllm.options import Options, adapter_rule, base_namespace, check_supported
 from kvstore.engine.vllm.scheduler import SchedulerSide
@@ -108,14 +108,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     secret=options.secret,
                     **rights,
                 )
-            except (
-                Exception
-            ) as error:  # without a store requests are computed; a stopped engine serves none
-                is_ours = isinstance(error, KVStoreError)
+            except Exception as error:  # an engine without a store still serves requests
                 log.error(
                     "%s cannot be opened, so nothing is loaded or stored there: %s",
                     *(folder, error),
-                    exc_info=None if is_ours else error,
+                    exc_info=None if isinstance(error, KVStoreError) else error,
                 )
                 return None
             self._stores.append(opened)

@@ -26,9 +26,9 @@ from kvstore.engine.paged import (
     longest_pooled,
     window_boundaries,
 )
-from kvstore.engine.vllm.faults import log
 from kvstore.engine.vllm.groups import EngineLayout
 from kvstore.engine.vllm.images import Images
+from kvstore.engine.vllm.log import log
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
@@ -433,7 +433,7 @@ class SchedulerSide:
             )
         )
 
-    # ---- events and counters ------------------------------------------------------------------------------
+    # ---- events and counters ---------------------------------------------------------------------
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call."""

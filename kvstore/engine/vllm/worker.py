@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore.engine.faults import Faults
 from kvstore.engine.paged import WindowPages, pages_of
-from kvstore.engine.vllm.faults import log
 from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
+from kvstore.engine.vllm.log import log
 from kvstore.engine.vllm.messages import StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import updated
 from kvstore.errors import StoreError

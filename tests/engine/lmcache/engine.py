@@ -100,7 +100,7 @@ class Server:
         self.manager.clear(force=True)
 
     def fetch(self, keys: list[Any], desc: Any = DESC) -> tuple[int, list[torch.Tensor]]:
-        """Prefetch through the controller; what came from L2, and the objects in order."""
+        """Prefetch through the controller; return the L2 hits, and the objects in order."""
         rows = [GroupedObjectKeys(keys, keys[0].object_group_id, desc)]
         handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(rows))
         assert self.manager.wait_prefetch_status(handle, WAIT)

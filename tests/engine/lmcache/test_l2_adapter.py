@@ -190,7 +190,7 @@ def test_a_serde_of_lmcache_around_it(tmp_path: Path) -> None:
 
 
 class Item:
-    """A memory object of LMCache over a plain tensor: what an adapter asks of one."""
+    """A memory object of LMCache over a plain tensor, with the members that the adapter uses."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -117,7 +117,7 @@ def prefetch(
     handle: Any = "r",
     **pools: Any,
 ) -> tuple[int, int, Any]:
-    """Query, then transfer, through the controller's threads: tokens found, tokens that came."""
+    """Query, then transfer, through the controller's threads; return tokens found and tokens loaded."""
     c.prefetch(handle, ids, **pools)
     operation = c.prefetch_hit_queue.get(timeout=WAIT)
     found = operation.storage_hit_count
@@ -253,7 +253,7 @@ def test_another_salt_or_lora_never_hits(tmp_path: Path, mine: dict[str, str]) -
 
 
 def flip(path: Path, needle: bytes) -> None:
-    """Flip a bit inside the one place of a store's file that holds ``needle``."""
+    """Flip a bit in the only occurrence of ``needle`` in a store's file."""
     data = bytearray(path.read_bytes())
     at = data.find(needle)
     assert at >= 0

@@ -20,7 +20,7 @@ LENGTHS = (90, 128, 129, 256, 300, 513, 900)
 
 
 def repeat(llm: Any) -> list[tuple[tuple[int, ...], int]]:
-    """Answers without what vLLM itself remembers."""
+    """Answers without vLLM's own prefix cache."""
     assert llm.reset_prefix_cache()
     return ask(llm, [prompt(length, seed=length) for length in LENGTHS], count=12)
 

@@ -27,7 +27,7 @@ Answers = list[tuple[int, ...]]
 def cold(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, str, Answers]:
-    """A model without windows, and one with them: what vLLM answers without any cache."""
+    """The answers of vLLM without any cache, for a model without windows and one with windows."""
     model = save_model(tmp_path_factory.mktemp(request.param), request.param)
     with engine(model, enable_prefix_caching=False) as llm:
         return request.param, model, [tokens for tokens, _ in ask(llm, PROMPTS)]
