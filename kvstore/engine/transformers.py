@@ -180,11 +180,7 @@ class CausalModel:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result of a prefill.
-
-    Shapes:
-        logits float32 ``[vocab]``, of the last token.
-    """
+    """The result of a prefill. Shapes: logits float32 ``[vocab]``, of the last token."""
 
     past: Cache
     """The KV cache of the whole prompt, ready for the next token."""

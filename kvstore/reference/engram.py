@@ -170,11 +170,7 @@ class DiskTable:
     """
 
     def __init__(self, path: Path, row_count: int, row_bytes: int, dtype: torch.dtype) -> None:
-        """Map the table.
-
-        Raises:
-            ValueError: if the file has another size.
-        """
+        """Map the table. Raises ``ValueError`` if the file has another size."""
         self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -232,11 +228,7 @@ def random_rows(config: ReferenceConfig, row_count: int, seed: int) -> Iterator[
 
 
 def write_table(path: Path, chunks: Iterable[Tensor]) -> None:
-    """Write a table atomically, in chunks.
-
-    Shapes:
-        chunks ``[n, engram_head_dim]``.
-    """
+    """Write a table atomically, in chunks. Shapes: chunks ``[n, engram_head_dim]``."""
     partial = path.with_suffix(f".{os.getpid()}")
     with partial.open("wb") as file:
         for chunk in chunks:

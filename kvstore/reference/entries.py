@@ -117,11 +117,7 @@ class GlobalEntries:
         return torch.where(in_pages[..., None], paged.to(self._dtype), values)
 
     def scan(self, name: str, layer: int, count: int) -> Tensor:
-        """Return the first ``count`` entries.
-
-        Shapes:
-            returns ``[count, group.values]``.
-        """
+        """Return the first ``count`` entries. Shapes: returns ``[count, group.values]``."""
         group = self._groups[name]
         values = self._values[name][group.layers.index(layer)][:count]
         if self._pages is None:

@@ -103,11 +103,7 @@ class ReferenceModel:
         return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
 
     def _embed(self, chunk: Chunk) -> Tensor:
-        """Return the embedding of a chunk's tokens and images.
-
-        Shapes:
-            returns ``[rows, hidden]``.
-        """
+        """Return the embedding of a chunk's tokens and images. Shapes: returns ``[rows, hidden]``."""
         rows = self.weights.embedding[chunk.state.tokens[chunk.start : chunk.stop]]
         for image in chunk.state.images:
             span = image.span

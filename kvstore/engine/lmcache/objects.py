@@ -29,11 +29,7 @@ _VERSION_FILE = "VERSION"
 
 
 def claim(path: str) -> Path:
-    """Make the directory of the stores.
-
-    Raises:
-        ConfigError: if no store can be made in it.
-    """
+    """Make the directory of the stores. Raises ``ConfigError`` if no store can be made in it."""
     try:
         root = Path(path).expanduser().resolve()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
