@@ -29,6 +29,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvstore
+from kvstore.engine.faults import Faults
 from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.engine.model_digest import ModelIdentity
 from kvstore.engine.options import check_names
@@ -246,7 +247,7 @@ class TransformersAdapter:
         self._identity = identity or ModelIdentity(model, cache.namespace.weights)
         self._causal = CausalModel(model, self._identity.ropes)
         self._origins: WeakKeyDictionary[Cache, _Origin] = WeakKeyDictionary()
-        self._warned = False
+        self._faults = Faults(_log)
         self._store_wait = store_wait
         self._on_stage = on_stage
         self._layout = cache.layout
@@ -431,10 +432,10 @@ class TransformersAdapter:
             )
             raise ConfigError(msg)
         origin = _Origin(len(ids), self._identity.weights(len(ids)))
-        made = self._recall(ids, self._scope(origin)) if reuse else _Recalled(self._empty())
-        past, hit, windows = made.past, made.hit_tokens, []
-        if made.replay_tokens:
-            past = self.rebuild(past, ids[:hit], hit - made.replay_tokens, len(ids))
+        past, hit, replay, source = self._recall(ids, self._scope(origin) if reuse else None)
+        windows = []
+        if replay:
+            past = self.rebuild(past, ids[:hit], hit - replay, len(ids))
             windows.append(self.snapshot(past, "replay"))
         cut = (len(ids) - 1) // self.cache.block_tokens * self.cache.block_tokens
         if hit < cut:
@@ -450,7 +451,7 @@ class TransformersAdapter:
             raise ConfigError(msg)
         self._origins[past] = origin
         self._end("forward")
-        return Prefilled(past, logits, hit, made.replay_tokens, made.window_source, tuple(windows))
+        return Prefilled(past, logits, hit, replay, source, tuple(windows))
 
     def generate(self, tokens: Tokens, count: int, *, reuse: bool = True) -> Generated:
         """Compute a prompt, continue it by ``count`` tokens, and store the computed entries."""
@@ -500,7 +501,10 @@ class TransformersAdapter:
         if origin is None:
             origin = self._foreign(len(ids))
         elif origin.weights != self._identity.weights(origin.length):
-            self._warn_changed()
+            self._faults.say(
+                "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
+                "further prompts are not logged"
+            )
             blocks = (len(ids) - start) // self.cache.block_tokens
             return kvstore.Stored(start, present=0, dropped=max(0, blocks))
         scope = self._scope(origin)
@@ -528,21 +532,18 @@ class TransformersAdapter:
             return self.cache
         return self.cache.scope(replace(self.cache.namespace, weights=origin.weights))
 
-    def _warn_changed(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
-                "further prompts are not logged"
-            )
-
     def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
         """Return the window at the end of a KV cache, if the model has one and the end is a boundary."""
         if not self._window_tokens or past.get_seq_length() % self.cache.block_tokens:
             return []
         return [self.snapshot(past)]
 
-    def _recall(self, ids: NDArray[np.uint32], scope: kvstore.Scope) -> _Recalled:
+    def _recall(
+        self, ids: NDArray[np.uint32], scope: kvstore.Scope | None
+    ) -> tuple[Cache, int, int, WindowSource]:
+        """Return the cached prefix, its tokens, how many of them to replay, and its window's source."""
+        if scope is None:
+            return self._empty(), 0, 0, "none"
         with scope.lookup(ids) as match:
             self._end("lookup")
             # A corrupt block shortens the entries and the match, possibly to 0 tokens.
@@ -552,8 +553,7 @@ class TransformersAdapter:
             hit, replay = match.hit_tokens, match.hit_tokens - match.replay_start
         past = self.restore(entries, window) if hit else self._empty()
         self._end("restore")
-        source: WindowSource = "pool" if window is not None else "replay" if replay else "none"
-        return _Recalled(past, hit, replay, source)
+        return past, hit, replay, "pool" if window is not None else "replay" if replay else "none"
 
     def _end(self, stage: Stage) -> None:
         if self._on_stage is not None:
@@ -567,16 +567,6 @@ class _Origin:
     length: int
     weights: str
     """Identity of the model at that time, with its rope tables for that length."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recalled:
-    """The cached prefix of a prompt; its last ``replay_tokens`` are still to be replayed."""
-
-    past: Cache
-    hit_tokens: int = 0
-    replay_tokens: int = 0
-    window_source: WindowSource = "none"
 
 
 def _check_whole(model: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -17,61 +16,18 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface, L2TaskId
-from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 from typing_extensions import override
 
 import kvstore
 from kvstore.engine.faults import Faults
-from kvstore.engine.lmcache.keys import Entry, Identity, check_keys, decode_key
+from kvstore.engine.lmcache.keys import Entry, check_keys, decode_key
 from kvstore.engine.lmcache.objects import Objects
+from kvstore.engine.lmcache.options import KVStoreL2AdapterConfig
 from kvstore.engine.lmcache.tasks import TaskQueue, Tasks
-from kvstore.engine.options import options_of
 from kvstore.errors import KVStoreError
 
 logger = logging.getLogger("kvstore.engine.lmcache")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    path: str
-    ssd_bytes: int | str = "16GiB"
-    sizes: int = 1
-    queue_tasks: int = 1024
-    revision: str
-    tenant: str = ""
-    secret: bool = False
-
-
-class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the engine is not typed
-    """The ``adapter_params`` of the adapter."""
-
-    def __init__(self, options: _Options) -> None:
-        self.options = options
-
-    @classmethod
-    @override
-    def from_dict(cls, d: Mapping[str, Any]) -> KVStoreL2AdapterConfig:
-        """Return the checked parameters. Raises ``ConfigError``, a ``ValueError``."""
-        options = options_of(_Options, "adapter_params", d, "revision")
-        kvstore.size_bytes(options.ssd_bytes, "ssd_bytes")
-        return cls(options)
-
-    @classmethod
-    @override
-    def help(cls) -> str:
-        """Return a description of the parameters."""
-        return (
-            "kvstore L2 adapter fields:\n"
-            "- path (str): directory of the stores, on a local disk (required)\n"
-            "- ssd_bytes (int or text such as '16GiB'): cap of all files together (default 16GiB)\n"
-            "- sizes (int): different object sizes to expect; each gets an equal share of the cap "
-            "(default 1)\n"
-            "- queue_tasks (int): tasks that may wait (default 1024)\n"
-            "- revision (str): digest or revision of weights and config, or 'unchecked' (required); "
-            "another one never hits\n"
-            "- tenant (str): keeps users of one directory apart"
-        )
 
 
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine is not typed
@@ -93,20 +49,13 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         Raises:
             KVStoreError: if a store cannot be opened, or another process owns it.
         """
-        options = config.options
-        capacity = kvstore.size_bytes(options.ssd_bytes, "ssd_bytes")
+        capacity = kvstore.size_bytes(config.ssd_bytes, "ssd_bytes")
         super().__init__(max_capacity_bytes=capacity)
-        self.objects = Objects(
-            options.path,
-            Identity(options.revision, options.tenant),
-            capacity=capacity,
-            sizes=options.sizes,
-            secret=options.secret,
-        )
+        self.objects = Objects(config, capacity)
         self._is_closed = False
         self.faults = Faults(logger)
-        self.writer = TaskQueue("kvstore-lmcache-store", options.queue_tasks)
-        self.reader = TaskQueue("kvstore-lmcache-load", options.queue_tasks)
+        self.writer = TaskQueue("kvstore-lmcache-store", config.queue_tasks)
+        self.reader = TaskQueue("kvstore-lmcache-load", config.queue_tasks)
         numbers = count()  # of all three kinds: LMCache may keep their ids in one table
         note = self.faults.note
         self._storing = Tasks[L2StoreResult](self.writer, numbers, lambda e: note("store task", e))
@@ -152,7 +101,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         return L2StoreResult(is_whole, sum(entry.size for entry in new) if is_whole else 0)
 
     def _entries(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[Entry]:
-        layout = self.objects.identity.layout
+        layout = self.objects.config.layout
         return [
             Entry(key, layout(item.get_shapes(), item.get_dtypes()), item.get_size())
             for key, item in zip(keys, objects, strict=True)

@@ -6,12 +6,9 @@ lack.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -74,24 +71,6 @@ def check_keys(keys: Sequence[ObjectKey]) -> None:
                 "keys do not tell apart; use fewer workers"
             )
             raise ConfigError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The owner of objects: objects of another owner never match."""
-
-    revision: str
-    tenant: str
-
-    def layout(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> bytes:
-        """Return a digest of all facts that must agree for a hit and are not in the object key."""
-        facts = [[list(shape) for shape in shapes], [str(dtype) for dtype in dtypes]]
-        owner = ["kvstore.lmcache.1", self.revision, self.tenant]
-        return hashlib.sha256(json.dumps([owner, facts]).encode()).digest()
-
-    def opaque_layout(self, size: int) -> bytes:
-        """Return the layout of an object that a serde made: plain bytes, whatever its values were."""
-        return self.layout([[size]], ["torch.uint8"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from typing import Any
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
 import kvstore
-from kvstore.engine.lmcache.keys import KEY_BYTES, Entry, Identity, decode_key
+from kvstore.engine.lmcache.keys import KEY_BYTES, Entry, decode_key
+from kvstore.engine.lmcache.options import KVStoreL2AdapterConfig
 from kvstore.errors import ConfigError, KVStoreError
 
 PUT_WAIT_SECONDS = 30.0
@@ -51,21 +52,15 @@ class Objects:
     Threads: any.
     """
 
-    def __init__(
-        self, path: str, identity: Identity, *, capacity: int, sizes: int, secret: bool
-    ) -> None:
-        """Open the stores in ``path`` and index their objects.
-
-        ``capacity`` is the cap of all files in bytes, ``sizes`` the most object sizes.
+    def __init__(self, config: KVStoreL2AdapterConfig, capacity: int) -> None:
+        """Open the stores and index their objects; ``capacity`` is the cap of all files in bytes.
 
         Raises:
             KVStoreError: if a store cannot be opened, or another process owns it.
         """
-        self.identity = identity
+        self.config = config
         self.capacity = capacity
-        self._sizes = sizes
-        self._secret = secret
-        self._root = claim(path)
+        self._root = claim(config.path)
         self._opening = threading.Lock()
         self.stores: dict[int, kvstore.BlockStore] = {}
         self.obstacle = ""
@@ -97,10 +92,10 @@ class Objects:
     def _open_existing(self) -> None:
         names = [item.name for item in self._root.iterdir() if item.name.startswith(_FOLDER)]
         sizes = sorted(int(n[len(_FOLDER) :]) for n in names if n[len(_FOLDER) :].isdigit())
-        if len(sizes) > self._sizes:
+        if len(sizes) > self.config.sizes:
             msg = (
                 f"{self._root} holds stores for {len(sizes)} object sizes ({sizes}), expected at most "
-                f"'sizes' = {self._sizes}; raise it, or remove a folder"
+                f"'sizes' = {self.config.sizes}; raise it, or remove a folder"
             )
             raise ConfigError(msg)
         for size in sizes:
@@ -114,16 +109,16 @@ class Objects:
         """Return the store of a size, None if ``sizes`` other stores are open."""
         with self._opening:
             store = self.stores.get(size)
-            if store is None and len(self.stores) < self._sizes:
+            if store is None and len(self.stores) < self.config.sizes:
                 prefix = _SIZE.pack(size)
                 try:
                     store = kvstore.BlockStore.open(
                         self._root / f"{_FOLDER}{size}",
                         block_bytes=size,
                         key_bytes=KEY_BYTES,
-                        ssd_bytes=self.capacity // self._sizes,
+                        ssd_bytes=self.capacity // self.config.sizes,
                         role="owner",
-                        secret=self._secret,
+                        secret=self.config.secret,
                         on_removed=lambda block_id: self._removed.append(prefix + block_id),
                     )
                 except KVStoreError as error:
@@ -175,10 +170,10 @@ class Objects:
             layouts = self.entries.get(key, {})
             if desc is None:
                 return next(iter(layouts.values()), None)
-            exact = layouts.get(self.identity.layout(desc.shapes, desc.dtypes))
+            exact = layouts.get(self.config.layout(desc.shapes, desc.dtypes))
             if exact is not None:
                 return exact
-            opaque = self.identity.opaque_layout
+            opaque = self.config.opaque_layout
             return next((e for e in layouts.values() if e.layout == opaque(e.size)), None)
 
     # ---- objects -------------------------------------------------------------------------------
