@@ -468,7 +468,7 @@ def test_the_scheduler_knows_which_attention_its_worker_uses(tmp_path: Path) -> 
         assert [name.split()[1].split(".")[-1] for name in attention_backends(config)] == [
             "CPUAttentionBackend"
         ] * 3
-        assert scheduler.scheduler_side._base == worker._base
+        assert scheduler.scheduler_side.base == worker._base
         assert scheduler._base != worker._base
 
 

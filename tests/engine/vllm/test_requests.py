@@ -94,7 +94,7 @@ def test_events_name_what_was_stored(
     with engine(model, tmp_path / "s") as llm:
         scheduler, worker = connectors(llm)
         side = scheduler.scheduler_side
-        side._sends_events = True
+        side.sends_events = True
         events: list[Any] = []
         side_take = scheduler.take_events
 
@@ -348,7 +348,7 @@ def test_new_weights_on_a_disk_that_fails_hit_nothing_old(
 ) -> None:
     with ExitStack() as stack:
         side = scheduler_side(stack, tmp_path)
-        [store] = side._readers
+        [store] = side.readers
         store.store(prompt(256), {"kv": np.zeros((1, 16, 16 * 64 * 4), np.uint8)})
         store.flush()
         request = Request("r", prompt(300), SamplingParams(max_tokens=1), None)
@@ -387,7 +387,7 @@ def test_a_reset_before_sleep_saves_no_block_that_is_gone_afterwards(
     """An engine in this process resets between the end of its requests and its sleep."""
     with ExitStack() as stack:
         side = scheduler_side(stack, tmp_path, has_fixed_weights=is_fixed)
-        [store] = side._readers
+        [store] = side.readers
         store.store(prompt(256), {"kv": np.zeros((1, 16, 16 * 64 * 4), np.uint8)})
         store.flush()
         table = (tuple(range(40)),)
@@ -409,7 +409,7 @@ def test_a_reset_before_sleep_saves_no_block_that_is_gone_afterwards(
 def test_a_worker_that_lacks_its_store_is_promised_nothing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         side = scheduler_side(stack, tmp_path)
-        [store] = side._readers
+        [store] = side.readers
         store.store(prompt(256), {"kv": np.zeros((1, 16, 16 * 64 * 4), np.uint8)})
         store.flush()
         request = Request("r", prompt(300), SamplingParams(max_tokens=1), None)

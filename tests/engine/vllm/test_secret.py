@@ -42,7 +42,7 @@ def test_hits_tokens_and_events_with_a_secret_and_without(
     events: list[Any] = []
     with engine(model, tmp_path / "s", extra={"secret": secret}) as llm:
         scheduler, worker = connectors(llm)
-        scheduler.scheduler_side._sends_events = True
+        scheduler.scheduler_side.sends_events = True
         side_take = scheduler.take_events
 
         def take() -> tuple[()]:
