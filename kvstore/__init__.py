@@ -1,6 +1,8 @@
-"""A KV-cache store for LLM inference that knows what each byte of a model's cache is for.
+"""Persistent KV cache for LLM inference: prefix KV on GPU and SSD, sliding-window KV in host memory.
 
-Importing it is light: the cache, and the FP4 functions, are loaded when they are first named.
+``__all__`` is the public contract: an adapter of an engine needs these names, ``kvstore.errors`` and
+``kvstore.fp4``, and no other module. Importing this package does not import torch; the names of
+``_ON_FIRST_USE`` are imported on first access.
 """
 
 from importlib import import_module
@@ -24,8 +26,14 @@ from kvstore.tier.engine_pages import Pages
 if TYPE_CHECKING:
     from kvstore import fp4
     from kvstore.blocks.block_store import BlockStore
-    from kvstore.cache import Entries, Match, PinnedPages, Stored
+    from kvstore.cache import Entries, Match, PinnedPages, Scope, Stored
+    from kvstore.cache.jobs import Event
     from kvstore.cache.prefix_cache import PrefixCache
+    from kvstore.identity.hash import as_tokens
+    from kvstore.index.plan import hit_limit
+    from kvstore.output.sizes import size_bytes
+    from kvstore.policy.protocol import Policy
+    from kvstore.tier.engine_copy import decode_rows, encode_rows
     from kvstore.transfer.job import Job
 
 __all__ = [
@@ -33,6 +41,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "Entries",
+    "Event",
     "ImageSpan",
     "Job",
     "KVStoreError",
@@ -44,26 +53,41 @@ __all__ = [
     "Namespace",
     "Pages",
     "PinnedPages",
+    "Policy",
     "PrefixCache",
     "ReplayHook",
     "ReplayRequest",
+    "Scope",
     "StoreBusy",
     "StoreError",
     "Stored",
     "WindowSnapshot",
+    "as_tokens",
+    "decode_rows",
+    "encode_rows",
     "fp4",
+    "hit_limit",
     "layout",
+    "size_bytes",
     "weights_digest",
 ]
 
 _ON_FIRST_USE = {
     "BlockStore": "kvstore.blocks.block_store",
     "Entries": "kvstore.cache",
-    "Match": "kvstore.cache",
+    "Event": "kvstore.cache.jobs",
     "Job": "kvstore.transfer.job",
+    "Match": "kvstore.cache",
     "PinnedPages": "kvstore.cache",
+    "Policy": "kvstore.policy.protocol",
     "PrefixCache": "kvstore.cache.prefix_cache",
+    "Scope": "kvstore.cache",
     "Stored": "kvstore.cache",
+    "as_tokens": "kvstore.identity.hash",
+    "decode_rows": "kvstore.tier.engine_copy",
+    "encode_rows": "kvstore.tier.engine_copy",
+    "hit_limit": "kvstore.index.plan",
+    "size_bytes": "kvstore.output.sizes",
 }
 
 deprecated.install()

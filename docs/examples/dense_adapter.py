@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.cache import Scope
 
 Ids = NDArray[np.uint32]
 Floats = NDArray[np.float32]
@@ -24,14 +23,15 @@ class TinyModel:
         self.qkv = rng.standard_normal((LAYERS, 3, WIDTH, WIDTH), np.float32) / 4
 
     def forward(self, tokens: Ids, past: Floats) -> tuple[Floats, Floats]:
-        """Run ``tokens`` after ``past``; return the last logits, and ``past`` with their rows."""
-        places = np.arange(past.shape[2], past.shape[2] + len(tokens))
-        x = self.embed[tokens] + np.sin(places[:, None] * np.float32(0.1)).astype(np.float32)
+        """Compute ``tokens`` after ``past``; return the last logits, and ``past`` with their rows."""
+        positions = np.arange(past.shape[2], past.shape[2] + len(tokens))
+        x = self.embed[tokens] + np.sin(positions[:, None] * np.float32(0.1)).astype(np.float32)
         layers = []
         for layer in range(LAYERS):
             q, *new = x @ self.qkv[layer]
             kv = np.concatenate([past[:, layer], new], axis=1)
-            scores = np.where(places[:, None] >= np.arange(kv.shape[1]), q @ kv[0].T / 4, -np.inf)
+            is_seen = positions[:, None] >= np.arange(kv.shape[1])
+            scores = np.where(is_seen, q @ kv[0].T / 4, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             x = x + weights @ kv[1] / weights.sum(axis=1, keepdims=True)
             layers.append(kv)
@@ -48,19 +48,19 @@ LAYOUT = kvstore.Layout(
 
 
 class DenseAdapter:
-    """Runs the model over a prefix cache, as one tenant."""
+    """The model over a prefix cache, for one tenant."""
 
-    def __init__(self, model: TinyModel, cache: Scope) -> None:
+    def __init__(self, model: TinyModel, cache: kvstore.Scope) -> None:
         self.model, self.cache = model, cache
 
     def prefill(self, tokens: Ids, request_id: str | None = None) -> tuple[Floats, int]:
-        """Run a prompt from the longest prefix there is; return its last logits and the hit."""
+        """Compute a prompt from the longest cached prefix on; return its last logits and the hit."""
         with self.cache.lookup(tokens, request_id) as match:
             entries = self.cache.read(match)
         past = np.stack([entries[name].view(np.float32) for name in ("k", "v")])
-        hit = entries.tokens  # not what the lookup promised: a bad block shortens the read
+        hit = entries.tokens  # can be less than match.hit_tokens: a corrupt block ends the hit
         block = self.cache.block_tokens
-        cut = (len(tokens) - 1) // block * block  # where a later run of the same prompt starts
+        cut = (len(tokens) - 1) // block * block  # where a later prefill of the same prompt starts
         if hit < cut:
             _, past = self.model.forward(tokens[hit:cut], past)
         logits, past = self.model.forward(tokens[cut:], past)

@@ -1,9 +1,7 @@
-"""Cache layers of transformers for a hit of a model some of whose layers slide.
+"""Cache layers of transformers for a prefix hit of a model with sliding layers.
 
-A model builds its masks and positions from what its cache layers say of themselves, so a layer that
-tells the truth about its rows is masked right, whatever attention kernel the model uses.
-
-They know tensors and positions. They know no entry and no prefix cache.
+A model builds masks and positions from the sizes that its cache layers report. A layer that reports its
+rows correctly is masked correctly by every attention kernel.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing_extensions import override
 class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding-window layer whose rows exist from ``start`` on: the read floor of its sequence.
 
-    Transformers' own layer takes rows to exist from 0 on. Asked at token 100 of a window of 16 it
-    says 15 rows, whether it holds them or not, and the mask would admit rows that are not there.
+    Transformers' own layer assumes rows from 0 on. At token 100 with a window of 16 it reports 15
+    rows even if it holds fewer, and the mask would admit missing rows.
 
     Shapes:
         keys and values ``[1, kv_heads, n, head_dim]``, n at most W - 1: the next query adds its own.
@@ -25,7 +23,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def __init__(self, sliding_window: int, start: int = 0) -> None:
         super().__init__(sliding_window=sliding_window)
-        # Counts every token of the sequence, held or not: the position of the next one.
+        # The position of the next token: it counts every token of the sequence, held or not.
         self.cumulative_length = start
 
     @override
@@ -37,18 +35,17 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]
-    """A full-attention layer during a replay: it reads stored rows and takes no new ones.
+    """A full-attention layer during a replay: it reads stored rows and drops new ones.
 
-    Tokens run again have stored keys and values already. Theirs are dropped, and a query at ``p``
-    reads the stored rows of ``[0, p]``: its mask is causal from ``position`` on, as for a cache that
-    ends there.
+    Replayed tokens have stored keys and values already. A query at ``p`` reads the stored rows of
+    ``[0, p]``: its mask is causal from ``position`` on, as for a cache that ends there.
 
     Shapes:
-        keys and values ``[1, kv_heads, tokens, head_dim]``, those of the layer it stands for.
+        keys and values ``[1, kv_heads, tokens, head_dim]``, those of the stored layer.
     """
 
     def __init__(self, stored: DynamicLayer, position: int) -> None:
-        """Stand for ``stored`` while tokens from ``position`` on run again."""
+        """Replace ``stored`` during a replay of the tokens from ``position`` on."""
         super().__init__()
         self.lazy_initialization(stored.keys, stored.values)
         self.keys, self.values = stored.keys, stored.values
@@ -58,11 +55,11 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stored rows that the next tokens read, instead of their own."""
+        """Return the stored rows that the next tokens read."""
         self.position += key_states.shape[-2]
         stored = self.keys.shape[-2]
         if self.position > stored:
-            msg = f"a replay runs stored tokens only: found one at {self.position - 1} of {stored}"
+            msg = f"a replay needs a stored row for each token, found token {self.position - 1} of {stored} rows"
             raise ValueError(msg)
         return self.keys[:, :, : self.position], self.values[:, :, : self.position]
 

@@ -1,7 +1,4 @@
-"""The identity of a transformers model: a digest of everything in it that decides a key or a value.
-
-It knows modules and tensors. It knows no entry and no prefix cache.
-"""
+"""Identity of a transformers model: a digest of everything in it that decides a key or a value."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError
 
 WHOLE = 1024
-"""Numbers of a tensor that are all compared at each request: rope tables, scales, biases."""
+"""A tensor of at most so many numbers is compared whole at each request: rope tables, scales, biases."""
 SAMPLES = 32
-"""Numbers of a larger one that are, evenly spread. Each is a miss of the processor's caches: 64 of them
-took half of the time of a request's comparison, for a model of 300 tensors."""
+"""Evenly spread numbers of a larger tensor that are compared. Each is a miss of the processor's caches:
+with 64, they took half of the time of a request's comparison, for a model of 300 tensors."""
 
 _LABELS = frozenset(
     {
@@ -48,35 +45,35 @@ _LABELS = frozenset(
         "warnings_issued",
     }
 )
-"""Attributes that change nothing computed, or say what the parameters say themselves."""
+"""Attributes that change no computation, or repeat facts of the parameters."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _SKIPPED = _LABELS | (frozenset(vars(torch.nn.Module())) - {"training"})
-"""Attributes of a module that are walked apart, or do not decide what is computed forward."""
+"""Attributes of a module that are read separately, or do not decide its forward."""
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, Enum)
 _DENSE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DEEPEST = 12
-"""Containers within each other that are looked into: none refers to itself for ever."""
+"""Most levels of nested containers that are read. It ends the walk of a container that holds itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What decides keys and values, as it is now; equal states compute the same."""
+    """The present state of a model; equal states compute equal keys and values."""
 
     settings: bytes
-    """Digest of classes, attributes and settings of torch: the same in every process."""
+    """Digest of classes, attributes and settings of torch; equal in every process."""
     stamps: Mapping[str, tuple[object, ...]]
-    """What tells that a tensor has changed, by its name: good in this process."""
+    """By tensor name, values that differ after a change of the tensor; valid in this process only."""
 
 
 class ModelIdentity:
-    """A model's identity, which follows what is done to the model.
+    """A model's identity, which follows changes of the model.
 
-    ``given`` stands for the model as it is now; without it, every number of the model is read.
+    ``given`` names the model in its present state; without it, every number of the model is read.
 
     Threads: one thread at a time.
 
     Raises:
-        ConfigError: if the model cannot be named: some of it is not in memory.
+        ConfigError: if some tensors of the model are not in memory.
     """
 
     def __init__(self, model: Any, given: str | None = None) -> None:
@@ -87,24 +84,24 @@ class ModelIdentity:
         self._first = self._last = self._follow(None)
 
     def weights(self, length: int = 1) -> str:
-        """Return ``Namespace.weights`` of the model as it is now, for a request of ``length`` tokens.
+        """Return ``Namespace.weights`` of the model in its present state, for a request of ``length`` tokens.
 
-        Follows parameters and buffers, adapters, attributes of modules, the config, hooks, settings
-        of torch, and the rope tables that transformers takes for this length. What it misses is a
-        write past autograd (through ``.data`` or NumPy) to numbers that are not among ``SAMPLES``.
+        It covers parameters and buffers, adapters, attributes of modules, the config, hooks, settings
+        of torch, and the rope tables that transformers uses for this length. It misses a write that
+        bypasses autograd (through ``.data`` or NumPy) to numbers that are not sampled.
 
         Cost: without a change one walk of the modules and one copy of the samples, 4 to 10
-            microseconds a module; after one, changed tensors are read whole.
+            microseconds a module; after a change, changed tensors are read whole.
 
         Raises:
-            ConfigError: if the model is in training mode with dropout: no two runs agree.
+            ConfigError: if the model is in training mode with dropout: its results are random.
         """
         self._last = self._follow(self._last)
         table = self.ropes.digest(length)
         return self._weights if table == self.ropes.digest(1) else f"{self._weights}+{table.hex()}"
 
     def _follow(self, last: _State | None) -> _State:
-        """Return the state as it is now, and name it anew if it is not the last one."""
+        """Return the present state; if it differs from ``last``, compute its name."""
         self.ropes.reset()
         state, tensors = _read(self._model)
         if last is None and self._given is not None:
@@ -114,7 +111,7 @@ class ModelIdentity:
         return state
 
     def _name(self, state: _State, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Return the name of a state: of all tensors, or of what has changed since the name given."""
+        """Return the name of a state: of all tensors, or of those changed since ``given`` was given."""
         if self._given is not None and state == self._first:
             return self._given
         digest = hashlib.sha256(b"kvstore.model.3" + state.settings)
@@ -126,7 +123,7 @@ class ModelIdentity:
         return found if self._given is None else f"{self._given}+{found}"
 
     def _content(self, name: str, stamp: object, tensor: torch.Tensor) -> bytes:
-        """Return a digest of a tensor, read only if it is not as it was last time."""
+        """Return a digest of a tensor, which is read only if its stamp changed."""
         known, content = self._digests.get(name, (None, b""))
         if known != stamp:
             content = _content(name, tensor)
@@ -136,7 +133,7 @@ class ModelIdentity:
 
 @torch.no_grad()
 def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
-    """Return the state of a model, and its tensors by the names that the state has."""
+    """Return the state of a model, and its tensors by their names in the state."""
     tensors: dict[str, torch.Tensor] = {}
     lines = [f"transformers {transformers.__version__}", *_torch_settings(model)]
     describe = _Description(tensors).of
@@ -151,7 +148,7 @@ def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
         for key in sorted(values.keys() - _SKIPPED):
             lines += (f"{key}={describe(values[key], f'{name}.{key}')}",)
         for key in _HOOKS:
-            if values[key]:  # numbered through a process: their order is what counts
+            if values[key]:  # their keys are numbers of this process; only their order counts
                 lines += (f"{key}={describe(list(values[key].values()), f'{name}.{key}')}",)
     parts = dict(part for name, tensor in tensors.items() for part in _flat(name, tensor))
     settings = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -159,7 +156,7 @@ def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
 
 
 def _torch_settings(model: Any) -> Iterator[str]:
-    """Yield settings of torch that choose dtypes or kernels. The machine is not one of them."""
+    """Yield settings of torch that choose dtypes or kernels, without facts of the machine."""
     device = model.device.type
     is_casting = torch.is_autocast_enabled(device)
     yield f"autocast {is_casting} {torch.get_autocast_dtype(device)}"
@@ -173,9 +170,9 @@ def _torch_settings(model: Any) -> Iterator[str]:
 def _matmul_precision() -> list[str]:
     backends = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     found = [getattr(backend, "fp32_precision", "") for backend in backends]
-    if not all(found):  # before torch 2.9; since then torch may refuse to answer with one word
+    if not all(found):  # before torch 2.9; later versions may raise here
         return [torch.get_float32_matmul_precision()]
-    return [name.replace("none", "ieee") for name in found]  # two names of one computation
+    return [name.replace("none", "ieee") for name in found]  # two names of one precision
 
 
 def _check_dropout(name: str, module: Any) -> None:
@@ -193,11 +190,11 @@ def _check_dropout(name: str, module: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Turns values into text that says what they decide, and gathers the tensors among them."""
+    """Describes values as text, equal for values that compute the same, and collects their tensors."""
 
     tensors: dict[str, torch.Tensor]
     seen: dict[int, str] = field(default_factory=dict)
-    """Configs and functions by where they lie: one config stands in every layer."""
+    """Descriptions by ``id``: every layer holds the same config."""
 
     def of(self, value: Any, name: str, depth: int = 0) -> str:
         known = self.seen.get(id(value))  # first: a config answers isinstance slowly
@@ -226,7 +223,7 @@ class _Description:
         return text
 
     def _of_function(self, value: Any, name: str, depth: int) -> str:
-        """Return a function with the values that it closes over, or is bound to."""
+        """Return a description of a function with its closure and bound values."""
         inner = getattr(value, "__func__", getattr(value, "func", value))
         code = getattr(inner, "__code__", None)
         cells = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
@@ -243,7 +240,7 @@ def _name_of(kind: Any) -> str:
 
 
 def _flat(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the plain tensors that a tensor consists of: quantised ones have several."""
+    """Return the plain tensors of a tensor; a quantised one has several."""
     if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
         return [(name, tensor)]
     inner, context = tensor.__tensor_flatten__()
@@ -252,10 +249,10 @@ def _flat(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
-    """Return for each tensor what differs after a change of it.
+    """Return for each tensor a stamp that differs after a change.
 
-    A small one is its numbers. A large one is where it lies, how often autograd saw it written, and
-    a sample.
+    The stamp of a small tensor has its numbers; that of a large one has its address, autograd's count
+    of writes, and a sample.
     """
     samples: dict[tuple[object, ...], list[torch.Tensor]] = defaultdict(list)
     owners: dict[tuple[object, ...], list[tuple[str, int]]] = defaultdict(list)
@@ -270,7 +267,7 @@ def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]
             samples[kind].append(_sample(tensor, count))
             owners[kind].append((name, len(samples[kind][-1])))
     for owner, parts in samples.items():
-        joined = torch.cat(parts).cpu().view(torch.uint8).numpy()  # one copy for all of a device
+        joined = torch.cat(parts).cpu().view(torch.uint8).numpy()  # one copy for each device
         at, size = 0, len(joined) // sum(map(len, parts))
         for name, count in owners[owner]:
             stamps[name] += (joined[at : at + count * size].tobytes(),)
@@ -279,7 +276,7 @@ def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]
 
 
 def _sample(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the numbers of a tensor, or some of a large one: a view, if it is dense."""
+    """Return the numbers of a small tensor, or a sample of a large one; a view if it is dense."""
     step = 1 if count <= WHOLE else count // SAMPLES
     if tensor.is_contiguous():
         return tensor.as_strided((-(-count // step),), (step,))
@@ -290,8 +287,8 @@ def _content(name: str, tensor: torch.Tensor) -> bytes:
     """Return a digest of all numbers of a tensor, with its type and shape."""
     if tensor.is_meta:
         msg = (
-            f"{name} is not in memory (offloaded), expected every parameter of the model there; load "
-            "the model without offloading, or give a namespace whose weights name it"
+            f"{name} is not in memory (offloaded), expected every parameter of the model in memory; load "
+            "the model without offloading, or give a namespace with a name of its weights"
         )
         raise ConfigError(msg)
     kind = f"{tensor.dtype}{list(tensor.shape)}".encode()

@@ -1,54 +1,74 @@
-"""Options that an engine hands over as plain data, checked by name before they are used."""
+"""Options of an adapter: plain data in an engine's configuration, checked by name before use."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
-from kvstore.checks import flag, text
+from kvstore.checks import flag, integer, text
+from kvstore.distribution import install_command
 from kvstore.errors import ConfigError
 
+T = TypeVar("T")
 UNCHECKED = "unchecked"
-"""Stands for the digest of the weights where an operator vouches for them."""
+"""Value in place of the digest of the weights: the operator guarantees that the name identifies them."""
+
+
+def engine_missing(extra: str, engine: str, error: ImportError) -> NoReturn:
+    """Raise the ``ImportError`` of an adapter whose engine cannot be imported."""
+    msg = (
+        f"kvstore.engine.{extra} needs {engine}, which cannot be imported: {error}; "
+        f"run: {install_command(extra)} (docs/{extra}.md)"
+    )
+    raise ImportError(msg) from error
 
 
 def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ``ConfigError`` for an option that is unknown; ``where`` is what the engine calls them."""
+    """Raise ``ConfigError`` for an unknown option; ``where`` is the engine's name of the options."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         msg = f"{where}: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
         raise ConfigError(msg)
 
 
-def check_options(
-    where: str,
-    given: Mapping[str, Any],
-    known: Collection[str],
-    texts: Collection[str],
-    flags: Collection[str] = (),
-) -> None:
-    """Check the names in ``given``, that ``path`` is among them, and that ``texts`` and ``flags`` are that.
+def options_of(kind: type[T], where: str, given: Mapping[str, Any], weights: str = "") -> T:
+    """Return ``given`` as a ``kind``: a dataclass whose fields of one type are checked by that type.
+
+    ``weights`` names the option that identifies the weights, if there is one.
 
     Raises:
-        ConfigError: naming the option, and ``where`` it stands in the engine's configuration.
+        ConfigError: naming the option, and ``where`` it is in the engine's configuration.
     """
-    check_names(where, given, known)
+    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    check_names(where, given, types)
     if given.get("path", "") == "":
         msg = f"{where}: 'path' is missing; name a directory on a local disk"
         raise ConfigError(msg)
-    for name in texts:
-        text(given.get(name, ""), f"{where}: {name!r}", ConfigError)
-    for name in flags:
-        flag(given.get(name, False), f"{where}: {name!r}", ConfigError)
+    for name, value in given.items():
+        check = _CHECKS.get(str(types[name]))
+        if check is not None:
+            check(value, f"{where}: {name!r}", error=ConfigError)
+    if weights:
+        check_weights(where, weights, given)
+    return kind(**given)
+
+
+_CHECKS: Mapping[str, Callable[..., object]] = {
+    "str": text,
+    "bool": flag,
+    "int": partial(integer, low=1),
+}
 
 
 def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if ``name``, which tells one set of weights from another, is left out."""
+    """Raise ``ConfigError`` if option ``name``, which identifies the weights, is missing."""
     if not given.get(name, "").strip():
         msg = (
             f"{where}: {name!r} is missing, so blocks of other weights under the same model name "
             "would be served; give the digest of the model's folder (python -c 'import kvstore; "
             'print(kvstore.weights_digest("FOLDER"))\'), a revision that changes with every change '
-            f"of weights or config, or {UNCHECKED!r} to serve what the name has, of whatever weights"
+            f"of weights or config, or {UNCHECKED!r} to serve blocks by model name alone"
         )
         raise ConfigError(msg)

@@ -1,7 +1,7 @@
-"""Decisions for an engine that keeps KV in pages and schedules in steps: values in, values out.
+"""Decisions for an engine with paged KV and step scheduling, as functions of plain values.
 
 Positions are token positions of one request. A *page* is a block of the engine, of ``page_tokens``
-tokens; a *block* is ours. It knows no engine's classes, no tensor, no file and no clock.
+tokens; a *block* is a block of kvstore.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import kvstore
 from kvstore.checks import flag, is_number
 from kvstore.errors import ConfigError
-from kvstore.identity.block import ImageSpan
-from kvstore.index.plan import hit_limit
 
 LEAST_BLOCK_TOKENS = 128
-"""Tokens of a block where the engine's pages are no larger: few enough to hit, enough to read."""
+"""Fewest tokens of a block: fewer make reads slow, more make hits shorter."""
 
 
 def block_tokens_for(page_tokens: Collection[int]) -> int:
@@ -31,20 +30,20 @@ def block_tokens_for(page_tokens: Collection[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a request wishes for its own blocks."""
+    """Options of a request for its own blocks."""
 
     store: bool = True
-    """False: read what is there, keep nothing of this request."""
+    """False: load stored blocks, but store none of this request."""
     pin: bool = False
     ttl: float | None = None
     """Seconds to keep its blocks; None until eviction."""
 
     @classmethod
     def of(cls, wishes: object) -> Hints:
-        """Return the hints in a request's own words, a mapping of the fields of this class.
+        """Return the hints of a request, given as a mapping of the fields of this class.
 
         Raises:
-            ConfigError: for anything that is not such a mapping.
+            ConfigError: for another type, an unknown field or a wrong value.
         """
         if wishes is None:
             return cls()
@@ -65,77 +64,77 @@ class Hints:
         return cls(**values)
 
 
-def settled_tokens(known: int, computed: int, scheduled: int) -> int:
-    """Return how many leading tokens have final KV once the step that is being planned has run.
+def final_tokens(known: int, computed: int, scheduled: int) -> int:
+    """Return how many leading tokens have final KV after the planned step.
 
-    ``known`` counts the tokens that the engine has accepted: a draft beyond them may be rejected,
-    and its KV overwritten. ``computed`` and ``scheduled`` count those that the engine had run, and
-    runs in this step, drafts included.
+    ``known`` counts the tokens that the engine has accepted: a draft after them may be rejected and
+    its KV overwritten. ``computed`` and ``scheduled`` count the tokens computed before this step and
+    in it, drafts included.
     """
     return min(known, computed + scheduled)
 
 
 @dataclass(slots=True)
 class Saving:
-    """How far the saving of one request has come.
+    """Progress of the saves of one request.
 
-    At most one save of a request is under way: what a busy store cannot take at once becomes one
-    larger save later, and the number of saves is bounded by the number of requests.
+    At most one save of a request is pending: tokens that a busy store does not take become part of
+    one larger save later, and there are never more saves than requests.
     """
 
     saved: int = 0
-    """Tokens that need no saving: found stored, or answered by every writer."""
-    underway: int | None = None
-    """Where the save that is under way ends."""
+    """Leading tokens that are stored: found so, or reported by every writer."""
+    pending: int | None = None
+    """End of the pending save."""
     _offered: int = 0
-    """Where the last save ended, whatever became of it."""
+    """End of the last save, whether it succeeded or not."""
     _unanswered: int = 0
     _least: int = 0
 
-    def start(self, settled: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
-        """Return the span ``[start, stop)`` to save now, or None; it is then under way."""
-        stop = settled // block_tokens * block_tokens
-        if self.underway is not None or stop <= max(self.saved, self._offered):
+    def start(self, final: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
+        """Return the span ``[start, stop)`` to save now, which is then pending, or None."""
+        stop = final // block_tokens * block_tokens
+        if self.pending is not None or stop <= max(self.saved, self._offered):
             return None
-        self.underway = self._offered = self._least = stop
+        self.pending = self._offered = self._least = stop
         self._unanswered = writers
         return self.saved, stop
 
-    def finish(self, settled: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
-        """Return what is left to save of a request that ends, also while a save is under way."""
-        begun, unanswered = self.underway, self._unanswered
-        self.saved, self.underway = max(self.saved, begun or 0), None
-        self._offered = 0  # what was dropped gets its last chance
-        span = self.start(settled, block_tokens, writers)
+    def finish(self, final: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
+        """Return the unsaved span of a request that ends, also while a save is pending."""
+        begun, unanswered = self.pending, self._unanswered
+        self.saved, self.pending = max(self.saved, begun or 0), None
+        self._offered = 0  # dropped blocks are offered a last time
+        span = self.start(final, block_tokens, writers)
         if span is None:
-            self.underway = begun
+            self.pending = begun
         elif begun is not None:
             self._unanswered += unanswered
         return span
 
     def answer(self, end: int) -> None:
-        """Take in how far one writer came with the save that is under way.
+        """Record up to where one writer stored the pending save.
 
-        What a full queue dropped is offered again with the next block that the request completes.
+        Blocks that a full queue dropped are offered again with the next block of the request.
         """
-        if self.underway is None:
+        if self.pending is None:
             return
         self._unanswered -= 1
         self._least = min(self._least, end)
         if not self._unanswered:
             self.saved = max(self.saved, self._least)
-            self.underway = None
+            self.pending = None
 
 
-def window_boundaries(before: int, settled: int, prompt: int, block_tokens: int) -> tuple[int, ...]:
-    """Return the block boundaries in ``(before, settled]`` whose windows are worth taking.
+def window_boundaries(before: int, final: int, prompt: int, block_tokens: int) -> tuple[int, ...]:
+    """Return the block boundaries in ``(before, final]`` at which to take windows, at most two.
 
-    They are those where a later request can continue: the last one of the prompt of ``prompt``
-    tokens, the one before it where the prompt ends on a boundary (an exact repeat has to compute its
-    last token), and the last one of the output so far. At most two.
+    A later request can continue there: the last boundary of the prompt of ``prompt`` tokens, the one
+    before it if the prompt ends on a boundary (an exact repeat has to compute its last token), and the
+    last boundary of the output so far.
     """
-    last = settled // block_tokens * block_tokens
-    least = hit_limit(prompt, block_tokens)
+    last = final // block_tokens * block_tokens
+    least = kvstore.hit_limit(prompt, block_tokens)
     candidates = range(max(least, last - block_tokens), last + 1, block_tokens)
     return tuple(stop for stop in candidates if stop > before)
 
@@ -145,7 +144,7 @@ class WindowPages:
     """The pages of a window that ends at a block boundary.
 
     ``[start, stop)`` are whole pages of every group; ``first`` is the first token whose row is needed.
-    A query reads W tokens, its own included, so W - 1 rows below ``stop``.
+    A query reads W tokens, its own included, so W - 1 rows before ``stop``.
     """
 
     start: int
@@ -162,14 +161,16 @@ class WindowPages:
     def needed(self, page_tokens: int, floor: int = 0) -> tuple[int, int]:
         """Return the numbers ``[first, stop)`` of the pages that hold needed rows from ``floor`` on.
 
-        Pages below ``floor`` are left out: an engine shares them with other requests. An engine may
-        have given away those before the first needed one.
+        Pages below ``floor`` are left out: the engine shares them with other requests. It may have
+        freed the pages before the first needed one.
         """
         return max(self.first, floor) // page_tokens, self.stop // page_tokens
 
 
-def images_within(images: Collection[ImageSpan], tokens: int) -> tuple[ImageSpan, ...]:
-    """Return what of ``images`` lies in the first ``tokens`` tokens: a span may be cut short."""
+def images_within(
+    images: Collection[kvstore.ImageSpan], tokens: int
+) -> tuple[kvstore.ImageSpan, ...]:
+    """Return the spans of ``images`` in the first ``tokens`` tokens, the last one cut to fit."""
     return tuple(
         replace(image, stop=min(image.stop, tokens)) for image in images if image.start < tokens
     )
@@ -183,9 +184,9 @@ def pages_of(page_ids: Sequence[int], page_tokens: int, start: int, stop: int) -
 def longest_pooled(
     ranks: Sequence[tuple[Sequence[bytes], Collection[bytes]]], hit_blocks: int
 ) -> int:
-    """Return the most blocks, at most ``hit_blocks``, whose window every one of ``ranks`` has pooled.
+    """Return the most blocks, up to ``hit_blocks``, at whose end every rank has a pooled window.
 
-    A rank is the hashes of a request's blocks as its store names them, and those of its pooled windows.
+    A rank is the block hashes of a request in its store, and the hashes of its pooled windows.
     """
     for count in range(hit_blocks, 0, -1):
         if all(hashes[count - 1] in pooled for hashes, pooled in ranks):
@@ -194,10 +195,10 @@ def longest_pooled(
 
 
 def shard_of(rank: int, replicas: int) -> int:
-    """Return the rank that stores what ``rank`` holds: the first of ``replicas`` equal ones."""
+    """Return the rank that stores the KV of ``rank``: the first of ``replicas`` equal ones."""
     return rank - rank % replicas
 
 
 def shard_name(rank: int, ranks: int) -> str:
-    """Return the name of the folder that one rank owns."""
+    """Return the name of a rank's folder."""
     return f"rank-{rank}-of-{ranks}"

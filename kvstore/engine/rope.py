@@ -1,11 +1,8 @@
 """Rope tables that transformers chooses by length: ``longrope`` and ``dynamic``.
 
-Transformers chooses by the last position of one call and, for ``dynamic``, by calls before it. A
-prefill in pieces would rotate its keys by several tables, and one request would leave its table to the
-next. Here a request runs under one table: that of a fresh model that is given the whole request at
-once.
-
-It knows modules of transformers. It knows no entry and no prefix cache.
+Transformers chooses by the last position of one call and, for ``dynamic``, by earlier calls. A chunked
+prefill would rotate its keys by several tables, and a request would inherit the table of the one before
+it. Here a request has one table: that of a fresh model that gets the whole request in one call.
 """
 
 from __future__ import annotations
@@ -23,19 +20,19 @@ from kvstore.errors import ConfigError
 
 @dynamic_rope_update  # type: ignore[untyped-decorator]
 def _update(*_: object, **__: object) -> None:
-    """Let a rope module choose its table as transformers does, without the rotation that follows."""
+    """Choose the table of a rope module as transformers does, without the rotation that follows."""
 
 
 def _by_length(rope_type: object) -> bool:
-    """Say whether transformers changes the tables of this type as it runs."""
+    """Return whether transformers changes tables of this type by length."""
     return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
 class RopeTables:
-    """The rope modules of a model whose tables depend on length; none, for most models.
+    """The rope modules of a model whose tables depend on length; most models have none.
 
     Raises:
-        ConfigError: if its config asks for such tables and no module of transformers' kind has them.
+        ConfigError: if its config asks for such tables and no module has them as transformers does.
     """
 
     def __init__(self, model: Any) -> None:
@@ -64,12 +61,12 @@ class RopeTables:
         return bool(self._parts)
 
     def reset(self) -> None:
-        """Put every module where it was before its first request."""
+        """Reset every module to its state before the first request."""
         for module, layer_type in self._parts:
             _choose(module, layer_type, 1)
 
     def digest(self, length: int) -> bytes:
-        """Return a digest of the tables of a request of ``length`` tokens; empty without any.
+        """Return a digest of the tables of a request of ``length`` tokens; empty without tables.
 
         Cost: some tens of microseconds for each module.
         """
@@ -86,11 +83,11 @@ class RopeTables:
         return digest.digest()
 
     def last_under(self, length: int, most: int) -> int:
-        """Return up to which length, at most ``most``, a request of ``length`` keeps its tables.
+        """Return the largest length, up to ``most``, with the tables of a request of ``length``.
 
-        A table that is left is never come back to: lengths only grow.
+        A request never returns to an earlier table: its length only grows.
 
-        Cost: two digests, or some twenty where the table is left.
+        Cost: two digests, or about twenty if the table changes.
         """
         if most <= length or not self._parts:
             return most
@@ -105,9 +102,9 @@ class RopeTables:
 
     @contextmanager
     def request(self, length: int) -> Iterator[None]:
-        """Within it, calls of the model take the tables of a request of ``length`` tokens.
+        """Use the tables of a request of ``length`` tokens for calls of the model in the context.
 
-        The modules are asked as though the request's last token was part of each call.
+        The modules choose as if each call contained the request's last token.
         """
 
         def ask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,9 +135,9 @@ _NAMES = ("x", "position_ids", "layer_type")
 
 
 def _choose(module: Any, layer_type: str | None, length: int) -> None:
-    """Let a module choose its table as for a call whose last token is number ``length - 1``.
+    """Make a module choose its table for a call whose last token is number ``length - 1``.
 
-    Of length 1 it goes back to what it started with.
+    With length 1 it returns to its first table.
     """
     device = next(module.buffers()).device
     positions = torch.tensor([[length - 1]], device=device)
@@ -150,9 +147,9 @@ def _choose(module: Any, layer_type: str | None, length: int) -> None:
 
 
 def _settle(module: Any, layer_type: str | None) -> None:
-    """Let a module have what transformers gives it when a table first changes, and its table again.
+    """Give a module the attributes that transformers sets at the first change of its table.
 
-    So what a request leaves behind is what the one before it left.
+    After that every request leaves the module in the same state.
     """
     _choose(module, layer_type, 1)
     table = getattr(module, _table_name(layer_type)).clone()

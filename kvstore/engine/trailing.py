@@ -1,7 +1,6 @@
-"""Pages that are useful for minutes: an evictable pool in host memory, and nowhere else.
+"""Trailing pages (window KV, recurrent states): an LRU pool in host memory, under the engine's keys.
 
-What an engine calls a trailing or sliding pool (window KV, recurrent states) lives here, under keys
-of the engine. There is no way from here to a persistent tier. A page that is gone is computed again.
+They are useful for minutes and never written to a persistent tier. A missing page is recomputed.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.blocks.keyed import Bytes
+import numpy as np
+from numpy.typing import NDArray
 
+Bytes = NDArray[np.uint8]
 PageKey = tuple[str, bytes]
 """The pool's name and the caller's key."""
 
@@ -24,11 +25,11 @@ class _Page:
 
 
 class TrailingPages:
-    """Pages by key, least recently used first to go.
+    """Pages by key; the least recently used is evicted first.
 
     Invariants:
-        The bytes of all pages never exceed ``capacity_bytes``. None is served ``ttl_seconds`` after
-        it was put.
+        The bytes of all pages never exceed ``capacity_bytes``. No page is served ``ttl_seconds``
+        after it was put.
 
     Threads: any.
     """
@@ -44,7 +45,7 @@ class TrailingPages:
         self.expired = 0
 
     def put(self, key: PageKey, data: Bytes) -> bool:
-        """Keep a copy of a page, the newest under its key; say whether it fits at all."""
+        """Keep a copy of a page in place of an older one; return whether it fits."""
         if data.nbytes > self._capacity:
             return False
         page = _Page(data.copy(), self._clock() + self._ttl)
@@ -58,7 +59,7 @@ class TrailingPages:
         return True
 
     def get(self, key: PageKey, target: Bytes) -> bool:
-        """Copy a page to ``target``, which must have its size; say whether it was there."""
+        """Copy a page to ``target`` if it has the same size; return whether it was copied."""
         with self._lock:
             page = self._live(key)
             if page is None or page.data.nbytes != target.nbytes:
@@ -68,7 +69,7 @@ class TrailingPages:
         return True
 
     def has(self, key: PageKey) -> bool:
-        """Say whether a page is there. Protects nothing."""
+        """Return whether a page is in the pool. It may be evicted at any time after."""
         with self._lock:
             return self._live(key) is not None
 

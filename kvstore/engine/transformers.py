@@ -1,15 +1,13 @@
-"""Keeps the KV cache of a transformers model in a prefix cache, and takes it back from there.
+"""Adapter of transformers: stores the KV cache of a model in a prefix cache, and restores it.
 
-It knows tensors of one model and entries of one layout. It knows no tier, no file and no eviction.
+Keys and values of full-attention layers are GLOBAL. Those of sliding layers are window KV: taken at
+block boundaries, put into the window pool, and rebuilt by bounded replay if the pool has evicted them.
 
-Keys and values of full-attention layers are global. Those of sliding layers are window KV: taken at
-block boundaries, put into the window pool, and rebuilt by bounded replay when they are gone.
-
-A prefill that starts from restored entries computes, bit for bit, what a prefill without them
-computes, if both are cut into chunks at the same place: matrix products of other shapes may round
-differently. So every prefill here is cut at the last block boundary before its last token, which is
-where a later run of the same prompt can start. With sliding layers this holds for a window out of the
-pool; a replayed one differs, because its first rows never saw what lies before the replay.
+A prefill from restored entries and a cold prefill give equal bits if both are chunked at the same
+position: matrix products of other shapes may round differently. So every prefill is chunked at the last
+block boundary before its last token, where a later prefill of the same prompt can start. With sliding
+layers this holds for a pooled window. A replayed window differs: its first rows were computed without
+the rows before the replay.
 """
 
 from __future__ import annotations
@@ -31,32 +29,30 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvstore
-from kvstore.cache import Scope
+from kvstore.engine.faults import Faults
 from kvstore.engine.layers import StoredLayer, WindowLayer
 from kvstore.engine.model_digest import ModelIdentity
 from kvstore.engine.options import check_names
 from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.identity.hash import as_tokens
-from kvstore.index.plan import hit_limit
-from kvstore.layout import LayerGroup, Layout
-from kvstore.tier.engine_copy import RAW_DTYPES, decode_rows, encode_rows
 
 _log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 WindowSource = Literal["pool", "replay", "none"]
 Stage = Literal["lookup", "read", "restore", "forward"]
-"""The stages of a prefill, in order. The first three are missing where nothing is looked up."""
+"""The stages of a prefill, in order. Without a lookup there is only the last."""
 
 KEYS, VALUES = "k", "v"
 """Names of the GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
-"""Names of its WINDOW groups: sliding layers, if there are any."""
+"""Names of the WINDOW groups of a layout: sliding layers."""
+_NUMBERS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+"""Entry formats of plain numbers, to which rows are copied without a codec."""
 
 
-def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of a loaded model: its own KV dtype unless ``dtype`` names another format.
+def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> kvstore.Layout:
+    """Return the layout of a loaded model, in the model's KV dtype unless ``dtype`` names another format.
 
     Raises:
         ConfigError: if the model does not cache plain keys and values in every layer, or only in
@@ -73,16 +69,16 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
 
 
 def model_namespace(model: Any, *, tenant: str = "", tokenizer: str = "") -> kvstore.Namespace:
-    """Return the namespace of a loaded model: what it computes is in it, what it is called is not.
+    """Return the namespace of a loaded model. It depends on the model's computation, not on its name.
 
-    ``weights`` is a digest of the model as it is now: every parameter and buffer with all its values,
-    adapters and which of them are active, the config, attributes of modules, hooks, and the settings
-    of torch that choose dtypes or kernels.
+    ``weights`` is a digest of the model in its present state: every parameter and buffer with all its
+    values, adapters and which of them are active, the config, attributes of modules, hooks, and the
+    settings of torch that choose dtypes or kernels.
 
     Raises:
         ConfigError: as ``ModelIdentity``.
 
-    Cost: reads all parameters once, at the speed of memory; those of another device are copied here,
+    Cost: reads all parameters once, at the speed of memory; those on a device are copied to the host
         one by one.
     """
     return _namespace(model, ModelIdentity(model), tenant, tokenizer)
@@ -111,12 +107,12 @@ def open_adapter(
 ) -> Iterator[TransformersAdapter]:
     """Open the cache in directory ``path`` for a loaded model, and close it again.
 
-    ``namespace`` defaults to ``model_namespace(model, tenant=tenant)`` as it is at each request. One
-    that is given stands, on your word, for the model as it is now; what changes later is told apart.
+    ``namespace`` defaults to ``model_namespace(model, tenant=tenant)`` at each request. A given
+    namespace must identify the model in its present state; later changes of the model are detected.
     ``dtype`` defaults to the model's own number format; ``options`` are those of ``PrefixCache.open``.
 
     Raises:
-        ConfigError: for an option that there is none of, or something that is no loaded model.
+        ConfigError: for an unknown option, or a model that is not a loaded one.
         KVStoreError: as ``PrefixCache.open``.
     """
     _check_opening(model, namespace, tenant, options)
@@ -135,7 +131,7 @@ def _check_opening(
         msg = f"model must be a loaded transformers model, found {type(model).__name__}"
         raise ConfigError(msg)
     if namespace is not None and tenant:
-        msg = f"tenant {tenant!r} stands beside a namespace, which has one: give one of the two"
+        msg = f"found tenant {tenant!r} and a namespace, which has a tenant of its own; give one of the two"
         raise ConfigError(msg)
     known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
@@ -144,19 +140,19 @@ def _check_opening(
 
 
 class CausalModel:
-    """Calls a causal language model one stretch of tokens at a time.
+    """Calls of a causal language model on consecutive tokens.
 
-    What a call returns follows from its arguments alone: no request leaves rope tables to the next.
+    The result of a call depends on its arguments only: no request inherits rope tables of another.
 
     Raises:
-        ConfigError: if its forward takes no cache under either of the names that transformers uses.
+        ConfigError: if its forward takes neither ``cache`` nor ``past_key_values``.
     """
 
     def __init__(self, model: Any, ropes: RopeTables | None = None) -> None:
         parameters = inspect.signature(model.forward).parameters
         self._model = model
         self._cache_argument = _cache_argument(parameters)
-        # Logits of one row instead of all: with a large vocabulary they outweigh the KV cache.
+        # Logits of the last row only: with a large vocabulary, all rows are larger than the KV cache.
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._ropes = RopeTables(model) if ropes is None else ropes
 
@@ -165,13 +161,15 @@ class CausalModel:
     ) -> NDArray[np.float32]:
         """Run ``tokens`` after those in ``past``, which grows by them.
 
-        ``length`` is that of the whole request, which decides its rope tables; by default it ends
-        with ``tokens``.
+        ``length`` is that of the whole request, which decides its rope tables; by default the request
+        ends with ``tokens``.
 
         Shapes:
             returns the last token's logits, float32 ``[vocab]``.
         """
-        ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))[None].to(self._model.device)
+        ids = torch.from_numpy(kvstore.as_tokens(tokens).astype(np.int64))[None].to(
+            self._model.device
+        )
         cache = DynamicCache(config=self._model.config) if past is None else past
         arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
         whole = cache.get_seq_length() + len(tokens) if length is None else length
@@ -183,11 +181,7 @@ class CausalModel:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt that has been run.
-
-    Shapes:
-        logits float32 ``[vocab]``, of the last token.
-    """
+    """The result of a prefill. Shapes: logits float32 ``[vocab]``, of the last token."""
 
     past: Cache
     """The KV cache of the whole prompt, ready for the next token."""
@@ -195,19 +189,19 @@ class Prefilled:
     hit_tokens: int
     """Leading tokens whose entries came from the prefix cache."""
     replay_tokens: int = 0
-    """Tokens of the hit that were run again to rebuild their windows."""
+    """Tokens of the hit that were recomputed to rebuild their windows."""
     window_source: WindowSource = "none"
-    """Where the windows of the hit came from; ``"none"`` without a hit or without sliding layers."""
+    """Source of the hit's windows; ``"none"`` without a hit or without sliding layers."""
     windows: tuple[kvstore.WindowSnapshot, ...] = ()
-    """Windows at the block boundaries where a later run of the prompt can start; for ``keep``."""
+    """Windows at the block boundaries where a later prefill of the prompt can start; for ``keep``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a prompt was continued with, always by the likeliest token.
+    """A greedy continuation of a prompt.
 
     Shapes:
-        logits float32 ``[len(new_tokens), vocab]``: those that each new token was chosen from.
+        logits float32 ``[len(new_tokens), vocab]``: row i is that of new token i.
     """
 
     new_tokens: tuple[int, ...]
@@ -218,13 +212,13 @@ class Generated:
 
 
 class TransformersAdapter:
-    """Runs a causal model of transformers over a prefix cache: dense, or with sliding layers as well.
+    """A causal model of transformers over a prefix cache, with or without sliding layers.
 
     ``on_stage`` is called with the name of each stage of a prefill when it ends, for measurements.
 
     Raises:
         LayoutMismatch: if ``cache`` was opened for another model's shape.
-        ConfigError: if the model cannot be described or takes no cache.
+        ConfigError: if the model's layout is unknown or its forward takes no cache.
 
     Threads: one thread at a time.
     """
@@ -232,7 +226,7 @@ class TransformersAdapter:
     def __init__(
         self,
         model: Any,
-        cache: Scope,
+        cache: kvstore.Scope,
         *,
         store_wait: float = 1.0,
         on_stage: Callable[[Stage], None] | None = None,
@@ -240,20 +234,20 @@ class TransformersAdapter:
     ) -> None:
         """Bind a model to a cache.
 
-        ``identity`` follows what is done to the model. By default the namespace of ``cache`` stands
-        for the model as it is now.
+        ``identity`` follows changes of the model. By default the namespace of ``cache`` identifies
+        the model in its present state.
 
-        ``store_wait`` is the most seconds to wait for room in the cache's queue; a server that must
-        never wait passes 0, and what finds no room is dropped and counted.
+        ``store_wait`` is the most seconds to wait for room in the cache's queue. With 0 nothing
+        waits, and blocks that find no room are dropped and counted.
         """
         _check_whole(model)
         self._model = model
         self.cache = cache
-        """For what the adapter does not do itself: ``flush``, ``stats``, ``scope``."""
+        """The scope of the model, for ``flush``, ``stats`` and ``scope``."""
         self._identity = identity or ModelIdentity(model, cache.namespace.weights)
         self._causal = CausalModel(model, self._identity.ropes)
-        self._runs: WeakKeyDictionary[Cache, _Run] = WeakKeyDictionary()
-        self._warned = False
+        self._origins: WeakKeyDictionary[Cache, _Origin] = WeakKeyDictionary()
+        self._faults = Faults(_log)
         self._store_wait = store_wait
         self._on_stage = on_stage
         self._layout = cache.layout
@@ -262,7 +256,7 @@ class TransformersAdapter:
         self._window_tokens = self._layout.window_tokens
         self._layer_count = len({layer for group in self._layout.groups for layer in group.layers})
         if self._window_tokens == 1:
-            # Transformers keeps the last W - 1 rows as a slice from -(W - 1), here from 0: all of them.
+            # Transformers keeps the last W - 1 rows as a slice from -(W - 1): for W = 1 from 0, all of them.
             msg = "transformers keeps every row of a sliding window of 1, expected at least 2"
             raise ConfigError(msg)
 
@@ -284,12 +278,12 @@ class TransformersAdapter:
         if not 0 <= start <= end <= length:
             msg = f"expected 0 <= start <= stop <= {length} tokens in the KV cache, found [{start}, {end})"
             raise ValueError(msg)
-        return self._pack_pair(past, KEYS, VALUES, start, end)
+        return self._entries(past, KEYS, VALUES, start, end)
 
     def snapshot(self, past: Cache, source: str = "engine") -> kvstore.WindowSnapshot:
-        """Return the rows that the sliding layers of a KV cache hold: W - 1, or what there is.
+        """Return the rows of the sliding layers of a KV cache: W - 1, or fewer if it holds fewer.
 
-        Its ``stop`` is the length of the KV cache, which the window pool wants at a block boundary.
+        Its ``stop`` is the length of the KV cache. The window pool needs a block boundary there.
 
         Shapes:
             rows of ``k_window`` and ``v_window``, as ``capture``.
@@ -299,18 +293,16 @@ class TransformersAdapter:
         stop = past.get_seq_length()
         layer = past.layers[self._layout.group(WINDOW_KEYS).layers[0]]
         held = int(layer.keys.shape[-2])
-        rows = self._pack_pair(past, WINDOW_KEYS, WINDOW_VALUES, 0, held)
+        rows = self._entries(past, WINDOW_KEYS, WINDOW_VALUES, 0, held)
         return kvstore.WindowSnapshot(stop - held, stop, rows, source)
 
     def restore(
-        self,
-        entries: Mapping[str, NDArray[np.uint8]],
-        window: kvstore.WindowSnapshot | None = None,
+        self, entries: Mapping[str, NDArray[np.uint8]], window: kvstore.WindowSnapshot | None = None
     ) -> Cache:
-        """Return a KV cache that holds ``entries``, with the memory layout of a computed one.
+        """Return a KV cache with ``entries``, in the memory layout of a computed one.
 
-        ``window`` is the window that ends them, for a model with sliding layers. Without it those
-        layers hold no row: ``rebuild`` makes them.
+        ``window`` is the window at their end, for a model with sliding layers. Without it those
+        layers have no rows, and ``rebuild`` computes them.
 
         Shapes:
             as ``capture`` returns them, and as ``PrefixCache.read`` does.
@@ -324,15 +316,15 @@ class TransformersAdapter:
         return past
 
     def rebuild(self, past: Cache, tokens: Tokens, start: int, length: int | None = None) -> Cache:
-        """Return ``past`` with sliding layers rebuilt from a run of ``tokens[start:]``: bounded replay.
+        """Return ``past`` with sliding layers recomputed from ``tokens[start:]``: bounded replay.
 
-        ``past`` holds the full-attention layers of all ``tokens``. They are read and stay as they
-        are, in the returned KV cache too. A replayed query at ``p`` reads sliding rows of
-        ``[max(start, p - W + 1), p]``. ``length`` is that of the request, ``len(tokens)`` by default.
+        ``past`` has the full-attention layers of all ``tokens``, which stay unchanged. A replayed
+        query at ``p`` reads sliding rows of ``[max(start, p - W + 1), p]``. ``length`` is that of the
+        request, ``len(tokens)`` by default.
 
         Cost: one forward over ``len(tokens) - start`` tokens.
         """
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         full, sliding = self._layout.group(KEYS).layers, self._layout.group(WINDOW_KEYS).layers
         replayed = self._empty(start)
         for layer in full:
@@ -344,7 +336,7 @@ class TransformersAdapter:
         return Cache(layers=layers)
 
     def _empty(self, start: int = 0) -> Cache:
-        """Return a KV cache of no rows; sliding layers will hold those from ``start`` on."""
+        """Return an empty KV cache whose sliding layers begin at ``start``."""
         if not self._window_tokens:
             return DynamicCache()
         sliding = self._layout.group(WINDOW_KEYS).layers
@@ -358,16 +350,15 @@ class TransformersAdapter:
         self, past: Cache, keys: str, values: str, entries: Mapping[str, NDArray[np.uint8]]
     ) -> None:
         key_group, value_group = self._layout.group(keys), self._layout.group(values)
-        packed = zip(key_group.layers, entries[keys], entries[values], strict=True)
-        for layer, key_bytes, value_bytes in packed:
-            # A cache layer copies what it is given, as it does when it grows, so its tensors are
-            # contiguous like computed ones: with others attention may take another kernel, which
-            # rounds otherwise.
+        pairs = zip(key_group.layers, entries[keys], entries[values], strict=True)
+        for layer, key_bytes, value_bytes in pairs:
+            # ``update`` copies, so the tensors are contiguous like computed ones. With other strides
+            # attention may use another kernel, which rounds differently.
             past.update(
-                self._unpack(key_group, key_bytes), self._unpack(value_group, value_bytes), layer
+                self._decode(key_group, key_bytes), self._decode(value_group, value_bytes), layer
             )
 
-    def _pack_pair(
+    def _entries(
         self, past: Cache, keys: str, values: str, start: int, stop: int
     ) -> dict[str, NDArray[np.uint8]]:
         if len(past.layers) != self._layer_count:
@@ -381,38 +372,44 @@ class TransformersAdapter:
             )
             raise ValueError(msg)
         return {
-            keys: self._pack(self._layout.group(keys), [x.keys for x in layers], start, stop),
-            values: self._pack(self._layout.group(values), [x.values for x in layers], start, stop),
+            keys: self._encode(self._layout.group(keys), [x.keys for x in layers], start, stop),
+            values: self._encode(
+                self._layout.group(values), [x.values for x in layers], start, stop
+            ),
         }
 
-    def _pack(
-        self, group: LayerGroup, tensors: Sequence[torch.Tensor], start: int, stop: int
+    def _encode(
+        self, group: kvstore.LayerGroup, tensors: Sequence[torch.Tensor], start: int, stop: int
     ) -> NDArray[np.uint8]:
-        packed = np.empty((len(group.layers), stop - start, group.entry_bytes), np.uint8)
+        data = np.empty((len(group.layers), stop - start, group.entry_bytes), np.uint8)
         if start == stop:
-            return packed  # torch cannot view empty arrays as another type
-        raw = RAW_DTYPES.get(group.entry_format)
+            return data  # torch cannot view empty arrays as another type
+        raw = _NUMBERS.get(group.entry_format)
         for layer, tensor in enumerate(tensors):
             rows = tensor[0, :, start:stop].transpose(0, 1)  # [tokens, kv_heads, head_dim]
-            target = torch.from_numpy(packed[layer])
+            target = torch.from_numpy(data[layer])
             if raw is not None:
                 target.view(raw).view(rows.shape).copy_(rows)
             else:
-                target.copy_(encode_rows(group, rows.reshape(stop - start, -1).contiguous()))
-        return packed
+                target.copy_(
+                    kvstore.encode_rows(group, rows.reshape(stop - start, -1).contiguous())
+                )
+        return data
 
-    def _unpack(self, group: LayerGroup, packed: NDArray[np.uint8]) -> torch.Tensor:
+    def _decode(self, group: kvstore.LayerGroup, data: NDArray[np.uint8]) -> torch.Tensor:
         """Return ``[1, kv_heads, tokens, head_dim]`` in the model's dtype, on its device."""
-        rows = torch.from_numpy(packed if packed.flags.writeable else packed.copy())
-        numbers = decode_rows(group, rows, self._dtype)
+        rows = torch.from_numpy(data if data.flags.writeable else data.copy())
+        numbers = kvstore.decode_rows(group, rows, self._dtype)
         head_dim = group.values // self._kv_heads
-        heads = numbers.view(len(packed), self._kv_heads, head_dim).transpose(0, 1)
+        heads = numbers.view(len(data), self._kv_heads, head_dim).transpose(0, 1)
         return heads[None].to(self._model.device)
 
     @property
     def _kv_heads(self) -> int:
         config = self._model.config.get_text_config()
-        if getattr(config, "multi_query", False):  # Falcon and GPT-BigCode, whatever else they say
+        if getattr(
+            config, "multi_query", False
+        ):  # Falcon and GPT-BigCode: other fields do not count
             return 1
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return int(heads)
@@ -420,11 +417,11 @@ class TransformersAdapter:
     # ---- running -------------------------------------------------------------------------------
 
     def prefill(self, tokens: Tokens, *, reuse: bool = True) -> Prefilled:
-        """Run a prompt, starting from the longest prefix that the cache holds.
+        """Compute a prompt from the longest cached prefix on. It stores nothing; see ``keep``.
 
-        ``reuse=False`` looks nothing up and computes everything. It stores nothing; see ``keep``.
+        ``reuse=False`` looks nothing up and computes every token.
         """
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         if not len(ids):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
@@ -434,13 +431,13 @@ class TransformersAdapter:
                 f"{self._dtype}; open a cache for it in another directory"
             )
             raise ConfigError(msg)
-        run = _Run(len(ids), self._identity.weights(len(ids)))
-        made = self._recall(ids, self._scope(run)) if reuse else _Recalled(self._empty())
-        past, hit, windows = made.past, made.hit_tokens, []
-        if made.replay_tokens:
-            past = self.rebuild(past, ids[:hit], hit - made.replay_tokens, len(ids))
+        origin = _Origin(len(ids), self._identity.weights(len(ids)))
+        past, hit, replay, source = self._recall(ids, self._scope(origin) if reuse else None)
+        windows = []
+        if replay:
+            past = self.rebuild(past, ids[:hit], hit - replay, len(ids))
             windows.append(self.snapshot(past, "replay"))
-        cut = hit_limit(len(ids), self.cache.block_tokens)
+        cut = kvstore.hit_limit(len(ids), self.cache.block_tokens)
         if hit < cut:
             self._causal.forward(ids[hit:cut], past, len(ids))
             windows += self._boundary(past)
@@ -448,20 +445,20 @@ class TransformersAdapter:
         windows += self._boundary(past)
         if past.get_seq_length() != len(ids):
             msg = (
-                f"the model cached {past.get_seq_length()} rows for {len(ids)} tokens, expected one for "
-                "each: rows of its own, such as a soft prompt's, have no token to be found by"
+                f"the model cached {past.get_seq_length()} rows for {len(ids)} tokens, expected one row for "
+                "each token; rows without tokens, such as a soft prompt's, cannot be cached"
             )
             raise ConfigError(msg)
-        self._runs[past] = run
+        self._origins[past] = origin
         self._end("forward")
-        return Prefilled(past, logits, hit, made.replay_tokens, made.window_source, tuple(windows))
+        return Prefilled(past, logits, hit, replay, source, tuple(windows))
 
     def generate(self, tokens: Tokens, count: int, *, reuse: bool = True) -> Generated:
-        """Run a prompt, continue it by ``count`` tokens, and offer the cache what was computed."""
+        """Compute a prompt, continue it by ``count`` tokens, and store the computed entries."""
         if count < 1:
             msg = f"count must be at least 1, found {count}"
             raise ValueError(msg)
-        ids = as_tokens(tokens)
+        ids = kvstore.as_tokens(tokens)
         prefilled = self.prefill(ids, reuse=reuse)
         rows = [prefilled.logits]
         new_tokens = [int(rows[0].argmax())]
@@ -470,11 +467,11 @@ class TransformersAdapter:
             rows.append(self._causal.forward(new_tokens[-1:], prefilled.past))
             new_tokens.append(int(rows[-1].argmax()))
             windows += self._boundary(prefilled.past)
-        run = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
-        # The last boundary, and the one before it where the run ends on one: a repeat hits there.
-        if len(run) % self.cache.block_tokens:
+        done = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
+        # The last boundary, and the one before it if the tokens end on one: a repeat hits there.
+        if len(done) % self.cache.block_tokens:
             windows = deque(list(windows)[-1:])
-        self.keep(run, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
+        self.keep(done, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
         return Generated(
             tuple(new_tokens),
             np.stack(rows),
@@ -490,25 +487,28 @@ class TransformersAdapter:
         start: int = 0,
         windows: Sequence[kvstore.WindowSnapshot] = (),
     ) -> kvstore.Stored:
-        """Offer the cache the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary.
+        """Store the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary.
 
-        ``windows`` are snapshots at boundaries within ``tokens``, as ``Prefilled.windows`` has them.
-        Entries go where the prefill of ``past`` looked for them. Nothing is stored if the model has
-        changed since, nor tokens that ran under rope tables of other lengths than the prompt's.
+        ``windows`` are snapshots at boundaries within ``tokens``, as in ``Prefilled.windows``.
+        Entries are stored under the namespace that the prefill of ``past`` looked up. Nothing is
+        stored if the model has changed since, nor tokens computed with other rope tables.
 
         Raises:
-            ValueError: if ``past`` is of no prefill here, and rope tables depend on length.
+            ValueError: if rope tables depend on length, and ``past`` is of no prefill of this adapter.
         """
-        ids = as_tokens(tokens)
-        run = self._runs.get(past)
-        if run is None:
-            run = self._foreign(len(ids))
-        elif run.weights != self._identity.weights(run.length):
-            self._warn_changed()
+        ids = kvstore.as_tokens(tokens)
+        origin = self._origins.get(past)
+        if origin is None:
+            origin = self._foreign(len(ids))
+        elif origin.weights != self._identity.weights(origin.length):
+            self._faults.say(
+                "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
+                "further prompts are not logged"
+            )
             blocks = (len(ids) - start) // self.cache.block_tokens
             return kvstore.Stored(start, present=0, dropped=max(0, blocks))
-        scope = self._scope(run)
-        last = self._identity.ropes.last_under(run.length, len(ids))
+        scope = self._scope(origin)
+        last = self._identity.ropes.last_under(origin.length, len(ids))
         for window in windows:
             if window.stop <= last:
                 scope.put_window(ids, window)
@@ -516,49 +516,44 @@ class TransformersAdapter:
         entries = self.capture(past, start, end)
         return scope.store(ids[:end], entries, start=start, wait=self._store_wait)
 
-    def _foreign(self, length: int) -> _Run:
-        """Return what a KV cache made elsewhere is: of the model as it is now."""
+    def _foreign(self, length: int) -> _Origin:
+        """Return the origin of a KV cache made elsewhere: the model in its present state."""
         if self._identity.ropes:
             msg = (
                 "the model's rope tables depend on the length of a request, and this KV cache is of no "
                 "prefill of this adapter; expected Prefilled.past"
             )
             raise ValueError(msg)
-        return _Run(length, self._identity.weights())
+        return _Origin(length, self._identity.weights())
 
-    def _scope(self, run: _Run) -> Scope:
-        """Return the part of the cache that holds what a run computes."""
-        if run.weights == self.cache.namespace.weights:
+    def _scope(self, origin: _Origin) -> kvstore.Scope:
+        """Return the scope of the entries of an origin."""
+        if origin.weights == self.cache.namespace.weights:
             return self.cache
-        return self.cache.scope(replace(self.cache.namespace, weights=run.weights))
-
-    def _warn_changed(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "the model changed between a prompt's prefill and its keep, so nothing of it was stored; "
-                "further ones are not reported"
-            )
+        return self.cache.scope(replace(self.cache.namespace, weights=origin.weights))
 
     def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
-        """Return the window of a KV cache that ends on a block boundary, if there is one to take."""
+        """Return the window at the end of a KV cache, if the model has one and the end is a boundary."""
         if not self._window_tokens or past.get_seq_length() % self.cache.block_tokens:
             return []
         return [self.snapshot(past)]
 
-    def _recall(self, ids: NDArray[np.uint32], scope: Scope) -> _Recalled:
+    def _recall(
+        self, ids: NDArray[np.uint32], scope: kvstore.Scope | None
+    ) -> tuple[Cache, int, int, WindowSource]:
+        """Return the cached prefix, its tokens, how many of them to replay, and its window's source."""
+        if scope is None:
+            return self._empty(), 0, 0, "none"
         with scope.lookup(ids) as match:
             self._end("lookup")
-            # A bad block shortens what was read and the match with it, down to nothing: then it is
-            # all computed again.
+            # A corrupt block shortens the entries and the match, possibly to 0 tokens.
             entries = scope.read(match)
             self._end("read")
             window = scope.window(match) if match.window_hit else None
             hit, replay = match.hit_tokens, match.hit_tokens - match.replay_start
         past = self.restore(entries, window) if hit else self._empty()
         self._end("restore")
-        source: WindowSource = "pool" if window is not None else "replay" if replay else "none"
-        return _Recalled(past, hit, replay, source)
+        return past, hit, replay, "pool" if window is not None else "replay" if replay else "none"
 
     def _end(self, stage: Stage) -> None:
         if self._on_stage is not None:
@@ -566,38 +561,28 @@ class TransformersAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What the prompt of a KV cache ran under."""
+class _Origin:
+    """The request of a KV cache and the model that computed it."""
 
     length: int
     weights: str
-    """Identity of the model at that time, with the rope tables of that length."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recalled:
-    """What the prefix cache had of a prompt; ``replay_tokens`` of it still have to run again."""
-
-    past: Cache
-    hit_tokens: int = 0
-    replay_tokens: int = 0
-    window_source: WindowSource = "none"
+    """Identity of the model at that time, with its rope tables for that length."""
 
 
 def _check_whole(model: Any) -> None:
     ranks = getattr(model, "tp_size", None) or 1
     if ranks > 1:
         msg = (
-            f"the model is one of {ranks} tensor-parallel ranks and holds some of the heads, expected a "
+            f"the model is one of {ranks} tensor-parallel ranks and has some of the heads, expected a "
             "whole model"
         )
         raise ConfigError(msg)
 
 
 def _config(model: Any, dtype: str) -> dict[str, Any]:
-    """Return a model's config under its own ``dtype``: it may have been cast since it was written."""
+    """Return a model's config with ``dtype``: the model may have been cast after loading."""
     config = {**model.config.to_dict(), "dtype": dtype}
-    # A label for people: the folder's name, not where this machine keeps it.
+    # A label for people: the folder's name without its path.
     config["_name_or_path"] = Path(str(model.config.name_or_path or "")).name
     if isinstance(config.get("text_config"), Mapping):
         config["text_config"] = {**config["text_config"], "dtype": dtype}
@@ -605,7 +590,7 @@ def _config(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return the name under which a model's forward takes its cache: it changed in transformers 5."""
+    """Return the name of the cache argument of a model's forward: it changed in transformers 5."""
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
@@ -613,10 +598,10 @@ def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
     raise ConfigError(msg)
 
 
-def _check_layout(found: Layout, expected: Layout) -> None:
-    """Compare what a cache was opened for with what a model caches, entry formats apart."""
+def _check_layout(found: kvstore.Layout, expected: kvstore.Layout) -> None:
+    """Raise ``LayoutMismatch`` if two layouts differ in more than entry formats."""
 
-    def shape(layout: Layout) -> tuple[object, ...]:
+    def shape(layout: kvstore.Layout) -> tuple[object, ...]:
         groups = {
             g.name: (g.layers, g.values, g.tokens_per_entry, g.lifetime.value)
             for g in layout.groups
@@ -631,6 +616,6 @@ def _check_layout(found: Layout, expected: Layout) -> None:
         raise LayoutMismatch(msg)
 
 
-def _describe(layout: Layout) -> str:
+def _describe(layout: kvstore.Layout) -> str:
     groups = ", ".join(f"{g.name} ({len(g.layers)} layers of {g.values})" for g in layout.groups)
     return f"{groups}, window {layout.window_tokens}" if layout.window_tokens else groups

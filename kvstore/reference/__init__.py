@@ -1,10 +1,10 @@
-"""A small DeepSeek-V4.1-shaped model, and an engine around it that uses kvstore as a stranger would.
+"""Reference engine: a small DeepSeek-V4.1-shaped model over the public contract of kvstore.
 
 Read in this order: ``config`` (the layer table), ``ops`` (one function per formula), ``weights``,
-``entries`` and ``state`` (what one sequence holds), ``layer`` and ``model`` (the forward pass), ``engine``
-(prefill, bounded replay and decoding around a ``PrefixCache``). Then what a config switches on:
-``indexer``, ``residual``, ``engram``, ``vision``, ``draft``, ``prompt``. The widths are small: the point is
-which numbers are kept, restored and computed again, and whether they agree. docs/reference.md has the map.
+``entries`` and ``state`` (the KV of one sequence), ``layer`` and ``model`` (the forward pass), ``engine``
+(prefill, bounded replay and decoding around a ``PrefixCache``). Optional systems of a config follow:
+``indexer``, ``residual``, ``engram``, ``vision``, ``draft``, ``prompt``. The widths are small: the engine
+shows which numbers are stored, restored and recomputed, and that they agree. See docs/reference.md.
 """
 
 from kvstore.distribution import require_torch

@@ -1,8 +1,8 @@
-"""The shape of the reference model, in the fields of the real config. It knows no weights.
+"""The config of the reference model, in the fields of the released config.
 
-The layer table is derived, never written down: the owner of a layer is the largest KV source at or
-below it, its index source likewise, and both are absent where the compression ratio is 0. The last
-KV source starts the decoder; every layer below it is the encoder.
+The layer table is derived from it: the owner of a layer is the largest KV source at or below it, its
+index source likewise, and a layer with compression ratio 0 has neither. The last KV source starts the
+decoder; the layers below it are the encoder.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import kvstore
 from kvstore.errors import ConfigError
 
 WindowFormat = Literal["exact", "mxfp8"]
-"""How window rows are kept: as the model's own floats, or as the release keeps them."""
+"""Format of window rows: the model's own floats, or the release's format."""
 GlobalFormat = Literal["fp4", "bf16"]
-"""How global entries are kept: as the release keeps them, or as they were before it."""
+"""Format of global entries: the release's format, or that before it."""
 
 
 class Mode(Enum):
-    """What a layer's attention reads besides its own window."""
+    """The global entries that a layer's attention reads besides its own window."""
 
     WINDOW_ONLY = "window only"
-    """Nothing: compression ratio 0."""
+    """None: compression ratio 0."""
     FULL = "full"
-    """Global entries that it writes itself, chosen by its own indexer."""
+    """Entries that it writes itself, chosen by its own indexer."""
     REINDEX = "reindex"
     """Another layer's entries, chosen by its own indexer among that layer's candidates."""
     REUSE = "reuse"
@@ -47,7 +47,7 @@ class LayerSpec:
     layer: int
     mode: Mode
     ratio: int
-    """Tokens per global entry; 0 where there are none."""
+    """Tokens per global entry; 0 without entries."""
     owner: int | None
     """The layer whose global entries this one reads."""
     index_source: int | None
@@ -56,10 +56,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:
-    """Fields of the release's ``config.json`` that decide what is cached and what reads it.
+    """Fields of the release's ``config.json`` that decide cached KV and its readers.
 
-    The defaults have compressed sparse attention, encoder and decoder, and nothing else; each of the
-    other systems is switched on by the field named in its group below.
+    The defaults have compressed sparse attention, encoder and decoder. Each other system is enabled by
+    the field in its group below.
 
     Invariants:
         The last KV source has ratio 1, and so have all layers above it; every KV source is an index
@@ -68,7 +68,7 @@ class ReferenceConfig:
     """
 
     vocab_size: int = 256
-    """Tokens below 256 are bytes; those above stand for no text."""
+    """Tokens below 256 are bytes; the others are no text."""
     hidden_size: int = 64
     intermediate_size: int = 128
     num_hidden_layers: int = 12
@@ -87,17 +87,17 @@ class ReferenceConfig:
     compress_rope_theta: float = 160_000.0
     rms_norm_eps: float = 1e-20
 
-    # Hierarchical indexer: on where index_source_layer_ids has layers that own no entries.
+    # Hierarchical indexer: enabled if index_source_layer_ids has layers without own entries.
     candidate_source_layer_id: int | None = None
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
 
-    # Hyper-connections: on with more than one stream.
+    # Hyper-connections: enabled with more than one stream.
     hc_mult: int = 1
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
 
-    # Engram: on in these layers.
+    # Engram: enabled in these layers.
     engram_layer_ids: tuple[int, ...] = ()
     engram_max_ngram_size: int = 4
     engram_vocab_size: int = 16_000_000
@@ -105,14 +105,14 @@ class ReferenceConfig:
     engram_head_dim: int = 256
     engram_pad_token_id: int = 2
 
-    # DSpark: on with draft layers, which follow the model's.
+    # DSpark: enabled with draft layers, which follow the model's.
     num_nextn_predict_layers: int = 0
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 0
     dspark_target_layer_ids: tuple[int, ...] = ()
     dspark_markov_rank: int = 256
 
-    # Vision: on where there is a token for image positions.
+    # Vision: enabled with an image token.
     image_token_id: int | None = None
     vision_hidden_size: int = 1024
     downsample_ratio: int = 3
@@ -121,7 +121,7 @@ class ReferenceConfig:
     global_format: GlobalFormat = "fp4"
 
     def __post_init__(self) -> None:
-        """Reject a table that this model could not run."""
+        """Raise ``ConfigError`` for a table that the model cannot compute."""
         self._check_sources()
         for spec in self.layers:
             if spec.owner is not None and self.compress_ratios[spec.owner] != spec.ratio:
@@ -144,8 +144,8 @@ class ReferenceConfig:
             )
             raise ConfigError(msg)
         if not set(self.engram_layer_ids) <= set(range(self.last_owner)):
-            # A decoder layer runs over the last rows of a prompt only, so what it adds never reaches
-            # the entries that a prefix is kept as.
+            # A decoder layer computes the last rows of a prompt only, so its Engram rows would never
+            # reach the stored entries of a prefix.
             msg = f"engram_layer_ids must lie below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
             raise ConfigError(msg)
         targets = (
@@ -195,10 +195,10 @@ class ReferenceConfig:
 
     @classmethod
     def full(cls, **changes: Any) -> ReferenceConfig:
-        """Return the smallest config with every system: ``tiny`` and what is switched on beside it.
+        """Return the smallest config with every system.
 
         Layers 8 and 10 choose again among the candidates of 6, residuals have four streams, layers
-        1 and 4 look n-grams up, two draft layers follow, and token 256 stands for images.
+        1 and 4 look up n-grams, two draft layers follow, and token 256 is the image token.
         """
         every: dict[str, Any] = {
             "vocab_size": 258,
@@ -223,9 +223,9 @@ class ReferenceConfig:
 
     @classmethod
     def release(cls) -> ReferenceConfig:
-        """Return DeepSeek-V4.1-Flash's own numbers. Nobody could run it here; its bytes can be counted.
+        """Return the config of DeepSeek-V4.1-Flash, for counting bytes: it is too large to compute.
 
-        Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash. Left out: mixture of experts, the
+        Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash, without mixture of experts, the
         grouped output projection and YaRN, which change no byte of the cache.
         """
         return cls(
@@ -255,7 +255,7 @@ class ReferenceConfig:
 
     @property
     def ratios(self) -> tuple[int, ...]:
-        """Compression ratio of every layer that runs; draft layers may follow in the config."""
+        """Compression ratio of every layer, without draft layers."""
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
@@ -265,7 +265,7 @@ class ReferenceConfig:
 
     @property
     def draft_layers(self) -> range:
-        """Ids of the draft layers: they follow the model's."""
+        """Ids of the draft layers, which follow the model's."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
@@ -290,19 +290,19 @@ class ReferenceConfig:
         return LayerSpec(layer=layer, mode=mode, ratio=ratio, owner=owner, index_source=source)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config as a Hugging Face ``config.json`` would hold it."""
+        """Return the config in the form of a Hugging Face ``config.json``."""
         fields = dataclasses.asdict(self)
         del fields["window_format"], fields["global_format"]
         return {"model_type": "deepseek_v41_text", "_name_or_path": "reference", **fields}
 
     def layout(self, dtype: torch.dtype = torch.float64) -> kvstore.Layout:
-        """Return what this model caches when it computes in ``dtype``.
+        """Return the layout of a model that computes in ``dtype``.
 
-        It is ``kvstore.layout`` of the config, but for what is not kept as the release keeps it.
-        With ``window_format="exact"`` the WINDOW group holds the model's own floats, byte for byte:
-        then a restored row is the row that was computed, and what differs after a hit differs
-        because of replay and not because of rounding. GLOBAL groups and so the fingerprint are the
-        same either way. ``global_format="bf16"`` is there to be compared with FP4.
+        It is ``kvstore.layout`` of the config, except for formats other than the release's. With
+        ``window_format="exact"`` the WINDOW group has the model's own floats: a restored row equals
+        the computed row, so that a difference after a hit comes from replay and not from rounding.
+        GLOBAL groups and the fingerprint stay the same. ``global_format="bf16"`` is for comparison
+        with FP4.
         """
         layout = kvstore.layout(self.to_hf())
         groups = {group.name: group for group in layout.groups}

@@ -1,9 +1,9 @@
-"""DSpark: a few draft layers propose the next tokens, and the model says how many of them hold.
+"""DSpark speculative decoding: draft layers propose the next tokens, and the model verifies them.
 
-The draft layers read windows only. Their window rows are made of what the attention of a few decoder
-layers read at the same token, so a hit cannot bring them back: they exist from the decoder's first row
-on, as decoder windows do. All positions of a draft are computed in one pass, each as if the tokens
-before it were noise; a Markov head then lets each choice depend on the one before.
+The draft layers read windows only. Their window rows are projected from the attention inputs of a few
+decoder layers at the same token, so a hit cannot restore them: like decoder windows, they exist from the
+decoder's first row on. All positions of a draft are computed in one pass, with noise for the tokens before
+each; a Markov head then makes each choice depend on the one before.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from kvstore.reference.state import Chunk, SequenceState, rows_of
 from kvstore.reference.weights import Weights
 
 MIN_CONFIDENCE = 0.5
-"""A draft ends where it is less likely than this that all of it so far is right."""
+"""Least probability that a draft is right up to its last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What may follow a token.
+    """Proposed next tokens.
 
     Shapes:
-        confidence ``[len(tokens)]``: how likely each token is right if those before it are.
+        confidence ``[len(tokens)]``: the probability of each token, given that those before it are right.
     """
 
     tokens: tuple[int, ...]
     confidence: Tensor
 
     def trusted(self, least: float = MIN_CONFIDENCE) -> tuple[int, ...]:
-        """Return the tokens to verify: as many as are all right with a chance of ``least``."""
+        """Return the tokens to verify: the longest prefix that is right with probability ``least``."""
         likely = self.confidence.cumprod(dim=0) >= least
         return self.tokens[: int(likely.long().cumprod(dim=0).sum())]
 
 
 class Drafter:
-    """Draft layers beside the model whose embedding and head they share."""
+    """The draft layers, which share embedding and head of the model."""
 
     def __init__(self, config: ReferenceConfig, weights: Weights) -> None:
         assert weights.draft is not None
@@ -53,10 +53,10 @@ class Drafter:
         self._layers = [Layer(config, 0, layer) for layer in weights.draft.layers]
 
     def remember(self, inputs: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Write the draft layers' window rows of tokens that the decoder has run.
+        """Write the draft layers' window rows of tokens that the decoder has computed.
 
         Shapes:
-            inputs ``[rows, targets * hidden]``: what the target layers' attention read, mean over
+            inputs ``[rows, targets * hidden]``: the attention inputs of the target layers, mean over
             streams, rows of all chunks in order.
         """
         weights = self._weights
@@ -67,7 +67,7 @@ class Drafter:
                 chunk.state.write_window(number, chunk.start, rows)
 
     def propose(self, state: SequenceState, token: int, position: int) -> Proposal:
-        """Propose what follows ``token``, which stands at ``position`` and has not been run."""
+        """Propose tokens after ``token``, which is at ``position`` and not yet computed."""
         hidden = self._hidden(state, token, position)
         weights = self._weights
         logits = hidden @ self._model.head
@@ -80,7 +80,7 @@ class Drafter:
         return Proposal(tuple(tokens), torch.cat(confidence))
 
     def _hidden(self, state: SequenceState, token: int, position: int) -> Tensor:
-        """Run the draft layers over the token and noise. Shapes: ``[dspark_block_size, hidden]``."""
+        """Compute the draft layers for the token and noise. Shapes: ``[dspark_block_size, hidden]``."""
         config = self._config
         ids = torch.full((config.dspark_block_size,), config.dspark_noise_token_id)
         ids[0] = token
@@ -89,16 +89,16 @@ class Drafter:
         for number, layer in zip(config.draft_layers, self._layers, strict=True):
             weights = layer.weights
             projected = layer.project(streams.mixed(), positions)
-            # Each position reads the window before the draft, and all of the draft.
+            # Each position reads the window before the draft, and the whole draft.
             before = state.read_window(number, position - 1, position)
             draft = projected.window.expand(len(ids), -1, -1)
-            places = [
+            sources = [
                 ops.Keys(
                     before.values.expand(len(ids), -1, -1), before.readable.expand(len(ids), -1)
                 ),
                 ops.Keys(draft, torch.ones(draft.shape[:2], dtype=torch.bool)),
             ]
-            attended, _ = ops.attend(projected.queries, places)
+            attended, _ = ops.attend(projected.queries, sources)
             streams = streams.advance(
                 layer.close(attended, positions), weights.attention_mix, config
             )

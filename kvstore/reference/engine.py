@@ -1,6 +1,6 @@
 """An engine around the reference model: prefill, bounded replay and decoding with a prefix cache.
 
-It uses ``PrefixCache`` through its public contract only, so it shows what any engine has to do:
+It uses only the public contract of ``PrefixCache``, so it shows the steps of every engine:
 
     lookup ─▶ restore global entries ─▶ restore or rebuild windows ─▶ encode the rest ─▶ store
                                                                           └─▶ decode once ─▶ logits
@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import kvstore
-from kvstore.cache import Scope
-from kvstore.identity.hash import as_tokens
 from kvstore.reference.config import ReferenceConfig
 from kvstore.reference.engram import DiskTable, open_tables
 from kvstore.reference.entries import PageReader
@@ -37,7 +35,7 @@ from kvstore.reference.vision import Image
 from kvstore.reference.weights import Weights, random_weights
 
 CHUNK_TOKENS = 512
-"""Rows in one pass unless the caller cuts elsewhere: bounds the memory of gathered keys."""
+"""Default rows of one pass. It bounds the memory of gathered keys."""
 
 Tokens = Sequence[int] | NDArray[np.integer]
 WindowSource = Literal["pool", "replay", "none"]
@@ -47,7 +45,7 @@ Stage = Literal["lookup", "read", "restore", "forward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one request computed, and how much of it came from the cache.
+    """The result of one request, and how much of it came from the cache.
 
     Shapes:
         logits ``[vocab]``; entries[group] uint8 ``[layers, n, entry_bytes]``.
@@ -59,26 +57,26 @@ class Result:
     hit_tokens: int
     """Tokens whose global entries were restored."""
     replay_tokens: int
-    """Tokens of the hit that were run to rebuild their window."""
+    """Tokens of the hit that were recomputed to rebuild their window."""
     window_source: WindowSource
-    """Where the encoder window of the hit came from; ``"none"`` without a hit."""
+    """Source of the hit's encoder window; ``"none"`` without a hit."""
     encoder_rows: int
-    """Rows that the prompt cost in the encoder, replay included."""
+    """Rows computed by the encoder for the prompt, replay included."""
     entries: Entries
-    """Global entries of tokens ``[entries_start, end)``; the end leaves out the last new token."""
+    """Global entries of tokens ``[entries_start, end)``, without the last new token."""
     entries_start: int
-    """0, unless the hit was read out of device pages."""
+    """0, unless the hit was read from device pages."""
     drafted_tokens: int = 0
     """Tokens that the drafter proposed and the model verified."""
     accepted_tokens: int = 0
-    """Those of them that the model would have chosen itself."""
+    """Drafted tokens that the model would have chosen itself."""
     engram_bytes: int = 0
     """Bytes that the request gathered from Engram's tables."""
 
 
 @dataclass(slots=True)
-class _Run:
-    """A sequence from lookup to its end."""
+class _Request:
+    """A request from its lookup to its end."""
 
     state: SequenceState
     tokens: NDArray[np.uint32]
@@ -87,9 +85,9 @@ class _Run:
     window_source: WindowSource = "none"
     encoder_rows: int = 0
     stored_tokens: int = 0
-    """A block boundary: the cache has been offered everything below it."""
+    """A block boundary; tokens before it were offered to the cache."""
     windows_kept: set[int] = field(default_factory=set)
-    """Boundaries whose window the cache has already."""
+    """Boundaries whose window was put into the cache."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -101,13 +99,13 @@ class _Run:
 
 
 class ReferenceEngine:
-    """Runs the reference model over a prefix cache.
+    """The reference model over a prefix cache.
 
-    ``replay`` says how a missing window is rebuilt. ``"fold"`` runs the rows again as the first rows
-    of the prefill; ``"hook"`` lets the cache ask for them through ``replay_hook``. The results are
-    the same. ``restore`` says how a hit is read: ``"read"`` copies its entries to host memory,
-    ``"pages"`` gathers from device pages only what attention chooses. The hook reads from device
-    pages as well, so with ``device_bytes=0`` only ``"fold"`` and ``"read"`` find anything.
+    ``replay`` is the way to rebuild a missing window. ``"fold"`` recomputes its rows as the first
+    rows of the prefill; with ``"hook"`` the cache calls ``replay_hook``. The results are equal.
+    ``restore`` is the way to read a hit: ``"read"`` copies its entries to host memory, ``"pages"``
+    gathers the entries that attention chooses from device pages. The hook reads device pages too, so
+    ``device_bytes=0`` needs ``"fold"`` and ``"read"``.
 
     Threads: one thread at a time.
     """
@@ -115,7 +113,7 @@ class ReferenceEngine:
     def __init__(
         self,
         config: ReferenceConfig,
-        cache: Scope | None = None,
+        cache: kvstore.Scope | None = None,
         *,
         seed: int = 0,
         weights: Weights | None = None,
@@ -127,13 +125,13 @@ class ReferenceEngine:
         restore: Literal["read", "pages"] = "read",
         on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
-        """Make the model that belongs to ``seed``, or of ``weights``, of type ``dtype``.
+        """Make the model of ``seed`` or of ``weights``, in ``dtype``.
 
-        ``tokenizer`` is the identity of whatever makes tokens of text. ``tables`` is the folder of
-        the Engram tables, for a config that has any; they are made if they are missing.
-        ``window_rows`` is how many rows a snapshot holds at most: 2 W - 2 by default, with which
-        whatever follows a pooled window is exact. The cache keeps no more than it was opened for.
-        ``on_stage`` is called with the name of each stage of a prefill when it ends.
+        ``tokenizer`` is the identity of the tokenizer. ``tables`` is the folder of the Engram tables,
+        for a config with Engram layers; missing tables are made. ``window_rows`` is the most rows of
+        a snapshot: 2 W - 2 by default, which make a continuation of a pooled window exact. The cache
+        keeps no more than its ``window_tokens``. ``on_stage`` is called with the name of each stage
+        of a prefill when it ends.
         """
         self.config = config
         self.cache = cache
@@ -142,10 +140,10 @@ class ReferenceEngine:
         self._tables: dict[int, DiskTable] = {}
         if config.engram_layer_ids:
             if tables is None:
-                msg = f"layers {config.engram_layer_ids} look n-grams up: give a folder for their tables"
+                msg = f"layers {config.engram_layer_ids} look up n-grams; give a folder for their tables"
                 raise ValueError(msg)
             self._tables = open_tables(config, Path(tables), seed=seed, dtype=dtype)
-        # Config, seed and number format decide every random weight, so they stand for the weights.
+        # Config, seed and number format decide every random weight, so they identify the weights.
         digest = hashlib.sha256(f"{config} {seed} {dtype}".encode())
         if weights is None:
             weights = random_weights(config, seed, dtype)
@@ -153,37 +151,33 @@ class ReferenceEngine:
             for name, tensor in weights.tensors().items():
                 digest.update(name.encode() + tensor.detach().numpy().tobytes())
         for layer, table in sorted(self._tables.items()):
-            # Made from the seed if they were missing, and whatever they hold if they were there.
+            # An existing table may have other rows than those of the seed.
             digest.update(f"{layer} {kvstore.weights_digest(table.path)}".encode())
         self.model = ReferenceModel(config, weights, self._tables)
         self.namespace = kvstore.Namespace(
             model="reference", weights=digest.hexdigest(), tokenizer=tokenizer
         )
-        """What to open a cache with, so that engines of other weights never share a block."""
+        """The namespace for opening a cache: engines with other weights share no block."""
         self._window_rows = window_rows or 2 * config.sliding_window - 2
         self._replay = replay
         self._restore = restore
         self._on_stage = on_stage
         self._images: dict[bytes, Image] = {}
-        """By digest, those of the request that runs: a replay needs their features again."""
+        """By digest, images of the current request: a replay needs their features."""
 
     def prefill(
-        self,
-        tokens: Tokens,
-        *,
-        images: Sequence[Image] = (),
-        chunks: Iterable[int] | None = None,
+        self, tokens: Tokens, *, images: Sequence[Image] = (), chunks: Iterable[int] | None = None
     ) -> Result:
-        """Run a prompt; keep what it computed.
+        """Compute a prompt, and store its entries and windows.
 
-        ``images`` lie where the prompt has the image token. ``chunks`` are the positions at which
-        prefill is cut. In binary64 the result does not depend on them; in binary32 a rounding may
-        tip the choice of an entry.
+        ``images`` cover exactly the positions with the image token. ``chunks`` are the positions that
+        divide the prefill. In binary64 the result does not depend on them; in binary32 a rounding may
+        change the choice of an entry.
         """
-        prompt = as_tokens(tokens)
+        prompt = kvstore.as_tokens(tokens)
         with torch.inference_mode(), contextlib.ExitStack() as held:
-            run = self._prefill(prompt, len(prompt), images, chunks, held)
-            return self._result(run, len(prompt), ())
+            request = self._prefill(prompt, len(prompt), images, chunks, held)
+            return self._result(request, len(prompt), ())
 
     def generate(
         self,
@@ -193,21 +187,21 @@ class ReferenceEngine:
         images: Sequence[Image] = (),
         chunks: Iterable[int] | None = None,
     ) -> Result:
-        """Run a prompt, then decode ``count`` tokens, always the likeliest; keep both.
+        """Compute a prompt, then decode ``count`` tokens greedily; store the entries of both.
 
-        A config with draft layers runs several tokens at once: one that is known, and a draft of
-        those that may follow. Where the model would have chosen otherwise, the rest of the draft is
-        rolled back; so the output is the same as without drafts, and the cache never hears of them.
-        The last new token is not run, so what is kept ends one token before it.
+        A config with draft layers computes several tokens at once: the last known token and a draft.
+        From the first token on that the model would not have chosen, the draft is rolled back. So the
+        output equals that without drafts, and no rejected token reaches the cache. The last new token
+        is not computed, so stored entries end one token before it.
         """
         if count < 1:
             msg = f"count must be at least 1, found {count}"
             raise ValueError(msg)
-        prompt = as_tokens(tokens)
+        prompt = kvstore.as_tokens(tokens)
         end = len(prompt) + count - 1
         with torch.inference_mode(), contextlib.ExitStack() as held:
-            run = self._prefill(prompt, end, images, chunks, held)
-            state, new_tokens = run.state, self._likeliest(run.logits[None])
+            request = self._prefill(prompt, end, images, chunks, held)
+            state, new_tokens = request.state, self._likeliest(request.logits[None])
             while len(new_tokens) < count:
                 position = len(prompt) + len(new_tokens) - 1
                 draft = self._draft(state, new_tokens[-1], position)[: count - len(new_tokens) - 1]
@@ -219,14 +213,14 @@ class ReferenceEngine:
                 accepted = _agreeing(draft, choices)
                 state.rollback(position + 1 + accepted)
                 new_tokens += choices[: accepted + 1]
-                run.drafted_tokens += len(draft)
-                run.accepted_tokens += accepted
-            run.tokens[len(prompt) :] = new_tokens[:-1]
-            self._publish(run, end)
-            return self._result(run, end, tuple(new_tokens))
+                request.drafted_tokens += len(draft)
+                request.accepted_tokens += accepted
+            request.tokens[len(prompt) :] = new_tokens[:-1]
+            self._publish(request, end)
+            return self._result(request, end, tuple(new_tokens))
 
     def _likeliest(self, logits: Tensor) -> list[int]:
-        """Return the likeliest token of each row, never the one that stands for images.
+        """Return the likeliest token of each row, except the image token.
 
         Shapes:
             logits ``[rows, vocab]``.
@@ -238,7 +232,7 @@ class ReferenceEngine:
         return choices
 
     def _draft(self, state: SequenceState, token: int, position: int) -> tuple[int, ...]:
-        """Return what may follow ``token`` at ``position``, as far as it is worth verifying."""
+        """Return the draft after ``token`` at ``position`` that is to be verified."""
         if self.model.drafter is None:
             return ()
         return self.model.drafter.propose(state, token, position).trusted()
@@ -247,9 +241,9 @@ class ReferenceEngine:
         """Rebuild windows, all requests in one pass. A ``kvstore.ReplayHook``.
 
         Raises:
-            ValueError: if a request comes without pages: replay reads the hit's global entries, so
-                ``PrefixCache.load`` comes before ``PrefixCache.window``. Or with an image that is
-                not at hand: its rows cannot be run without its features.
+            ValueError: if a request has no pages: replay reads the hit's global entries, so
+                ``PrefixCache.load`` comes before ``PrefixCache.window``. Also if an image is not of
+                the current request: its rows need its features.
         """
         with torch.inference_mode():
             chunks = []
@@ -272,15 +266,15 @@ class ReferenceEngine:
             return [chunk.state.snapshot(chunk.start, chunk.stop, "replay") for chunk in chunks]
 
     def _shown(self, span: kvstore.ImageSpan) -> Image:
-        """Return the image that a span names, placed where it lies."""
+        """Return the image of a span, at the span's position."""
         image = self._images.get(span.digest)
         if image is None:
-            msg = f"no features at hand for the image at tokens [{span.start}, {span.stop})"
+            msg = f"found no features for the image at tokens [{span.start}, {span.stop}); pass the image to prefill"
             raise ValueError(msg)
         return dataclasses.replace(image, start=span.start)
 
     def _check_images(self, prompt: NDArray[np.uint32], images: Sequence[Image]) -> None:
-        """Reject images of other features, or not exactly where the prompt has the image token."""
+        """Raise ``ValueError`` for images of another shape, or not exactly at the prompt's image tokens."""
         shape = (self.config.downsample_ratio, self.config.vision_hidden_size)
         for found in ((image.ratio, image.patches.shape[2]) for image in images):
             if found != shape:
@@ -296,7 +290,7 @@ class ReferenceEngine:
         expected = np.zeros_like(shown) if token is None else prompt == token
         if not np.array_equal(shown, expected):
             at = int(np.argmax(shown != expected))
-            msg = f"images must lie where the prompt has token {token}, and nowhere else; token {at} differs"
+            msg = f"images must cover exactly the tokens {token} of the prompt; token {at} differs"
             raise ValueError(msg)
 
     def _prefill(
@@ -306,7 +300,7 @@ class ReferenceEngine:
         images: Sequence[Image],
         chunks: Iterable[int] | None,
         held: contextlib.ExitStack,
-    ) -> _Run:
+    ) -> _Request:
         if not len(prompt):
             msg = "a prompt needs at least one token, found none"
             raise ValueError(msg)
@@ -316,15 +310,15 @@ class ReferenceEngine:
             table.bytes_read = 0
         tokens = np.zeros(capacity, np.uint32)
         tokens[: len(prompt)] = prompt
-        run = self._adopt(tokens, len(prompt), images, held)
-        tail = self._encode(run.state, len(prompt), chunks)
-        # Once, whatever the chunks were: logits must not depend on them.
-        last_rows = [Chunk(run.state, run.state.decoder_floor, len(prompt))]
-        run.logits = self.model.logits(self.model.decode(tail, last_rows).rows(-1))[0]
-        run.encoder_rows += len(prompt) - run.state.floors.start
+        request = self._adopt(tokens, len(prompt), images, held)
+        tail = self._encode(request.state, len(prompt), chunks)
+        # In one pass: logits must not depend on the chunks.
+        last_rows = [Chunk(request.state, request.state.decoder_floor, len(prompt))]
+        request.logits = self.model.logits(self.model.decode(tail, last_rows).rows(-1))[0]
+        request.encoder_rows += len(prompt) - request.state.floors.start
         self._end("forward")
-        self._publish(run, len(prompt))
-        return run
+        self._publish(request, len(prompt))
+        return request
 
     def _adopt(
         self,
@@ -332,18 +326,18 @@ class ReferenceEngine:
         prompt: int,
         images: Sequence[Image],
         held: contextlib.ExitStack,
-    ) -> _Run:
-        """Look the prompt up and start a sequence from what is there.
+    ) -> _Request:
+        """Look up the prompt, and start a sequence from the hit.
 
-        Pages stay pinned as long as ``held`` is open; everything else is copied out of the match.
+        Pages stay pinned while ``held`` is open; everything else is copied.
         """
         if self.cache is None:
             floors = Floors.replay(0, self.config.sliding_window)
-            return _Run(self._state(tokens, floors, prompt, images), tokens)
+            return _Request(self._state(tokens, floors, prompt, images), tokens)
         spans = tuple(image.span for image in images)
         with self.cache.lookup(tokens[:prompt], images=spans) as match:
             self._end("lookup")
-            # Reading and loading shorten the match where a block turns out to be lost.
+            # Reading and loading shorten the match at a missing or corrupt block.
             entries, pages, snapshot = None, None, None
             if match.hit_tokens and self._restore == "read":
                 entries = self.cache.read(match)
@@ -356,22 +350,22 @@ class ReferenceEngine:
             hit = match.hit_tokens
             floors = self._floors(match, snapshot, prompt)
             state = self._state(tokens, floors, prompt, images)
-            run = _Run(state, tokens, hit, stored_tokens=hit)
+            request = _Request(state, tokens, hit, stored_tokens=hit)
             if entries is not None:
-                run.state.entries.restore(entries, hit)
+                request.state.entries.restore(entries, hit)
             elif pages is not None:
-                run.state.entries.attach(self._reader(pages), hit)
+                request.state.entries.attach(self._reader(pages), hit)
         if snapshot is not None:
-            run.state.restore_window(snapshot)
-            run.windows_kept.add(hit)
+            request.state.restore_window(snapshot)
+            request.windows_kept.add(hit)
         if snapshot is not None and snapshot.source == "pool":
-            run.window_source = "pool"
+            request.window_source = "pool"
         elif hit:
-            run.window_source = "replay"
-            run.replay_tokens = hit - floors.read_floor
-            run.encoder_rows = run.replay_tokens if snapshot is not None else 0
+            request.window_source = "replay"
+            request.replay_tokens = hit - floors.read_floor
+            request.encoder_rows = request.replay_tokens if snapshot is not None else 0
         self._end("restore")
-        return run
+        return request
 
     def _end(self, stage: Stage) -> None:
         if self._on_stage is not None:
@@ -387,8 +381,8 @@ class ReferenceEngine:
                 read_floor=match.read_floor,
                 window_write_floor=match.window_write_floor,
             )
-        # The window is there, but the decoder needs the encoder's output for the last W rows of the
-        # prompt, which no cache keeps. Rows of the hit among them run again, for that output only.
+        # The window is restored, but the decoder needs the encoder's output of the last W rows of
+        # the prompt, which is never stored. Rows of the hit among them are recomputed for it.
         return Floors(
             start=min(match.hit_tokens, max(0, prompt - self.config.sliding_window)),
             hit=match.write_floor,
@@ -396,54 +390,50 @@ class ReferenceEngine:
             window_write_floor=match.hit_tokens,
         )
 
-    def _publish(self, run: _Run, end: int) -> None:
-        """Offer the cache what tokens ``[0, end)`` have that it has not seen.
+    def _publish(self, request: _Request, end: int) -> None:
+        """Store the entries and windows of tokens ``[0, end)`` that are not yet in the cache.
 
         A snapshot serves a hit at its end only, and a hit ends at a block boundary before the last
-        token. So one is taken at the last boundary, and one a block earlier where ``end`` is itself
-        a boundary: an exact repeat hits there.
+        token. So one is taken at the last boundary, and one a block earlier if ``end`` is a
+        boundary: an exact repeat hits there.
         """
         if self.cache is None:
             return
         block = self.cache.block_tokens
         boundary = end // block * block
-        if boundary > run.stored_tokens:
-            start = run.stored_tokens
-            entries = run.state.entries.export(start, end)
-            self.cache.store(run.tokens[:end], entries, start=start, images=run.spans)
-            run.stored_tokens = boundary
+        if boundary > request.stored_tokens:
+            start = request.stored_tokens
+            entries = request.state.entries.export(start, end)
+            self.cache.store(request.tokens[:end], entries, start=start, images=request.spans)
+            request.stored_tokens = boundary
         stops = {boundary, boundary - block} if boundary == end else {boundary}
-        for stop in sorted(stops - run.windows_kept):
-            start = max(0, stop - self._window_rows, run.state.floors.read_floor)
-            if stop < max(1, run.hit_tokens):
+        for stop in sorted(stops - request.windows_kept):
+            start = max(0, stop - self._window_rows, request.state.floors.read_floor)
+            if stop < max(1, request.hit_tokens):
                 continue
-            source = "replay" if stop == run.hit_tokens else "engine"
-            snapshot = run.state.snapshot(start, stop, source)
-            self.cache.put_window(run.tokens[:end], snapshot, images=run.spans)
-            run.windows_kept.add(stop)
+            source = "replay" if stop == request.hit_tokens else "engine"
+            snapshot = request.state.snapshot(start, stop, source)
+            self.cache.put_window(request.tokens[:end], snapshot, images=request.spans)
+            request.windows_kept.add(stop)
 
-    def _result(self, run: _Run, end: int, new_tokens: tuple[int, ...]) -> Result:
-        entries = run.state.entries
+    def _result(self, request: _Request, end: int, new_tokens: tuple[int, ...]) -> Result:
+        entries = request.state.entries
         return Result(
-            logits=run.logits,
+            logits=request.logits,
             new_tokens=new_tokens,
-            hit_tokens=run.hit_tokens,
-            replay_tokens=run.replay_tokens,
-            window_source=run.window_source,
-            encoder_rows=run.encoder_rows,
+            hit_tokens=request.hit_tokens,
+            replay_tokens=request.replay_tokens,
+            window_source=request.window_source,
+            encoder_rows=request.encoder_rows,
             entries=entries.export(entries.bytes_from, end),
             entries_start=entries.bytes_from,
-            drafted_tokens=run.drafted_tokens,
-            accepted_tokens=run.accepted_tokens,
+            drafted_tokens=request.drafted_tokens,
+            accepted_tokens=request.accepted_tokens,
             engram_bytes=sum(table.bytes_read for table in self._tables.values()),
         )
 
     def _state(
-        self,
-        tokens: NDArray[np.uint32],
-        floors: Floors,
-        prompt: int,
-        images: Sequence[Image] = (),
+        self, tokens: NDArray[np.uint32], floors: Floors, prompt: int, images: Sequence[Image] = ()
     ) -> SequenceState:
         return SequenceState(
             self.config,
@@ -456,7 +446,7 @@ class ReferenceEngine:
         )
 
     def _reader(self, pages: kvstore.PinnedPages) -> PageReader:
-        """Return what reads entries out of ``pages``. Binary32 holds every FP4 value exactly."""
+        """Return a reader of the entries in ``pages``. Binary32 represents every FP4 value exactly."""
         cache = self.cache
         assert cache is not None
 
@@ -467,24 +457,24 @@ class ReferenceEngine:
         return read
 
     def _encode(self, state: SequenceState, prompt: int, chunks: Iterable[int] | None) -> Streams:
-        """Run the encoder over the prompt's rows from ``start`` on, cut at ``chunks``.
+        """Compute the encoder for the prompt's rows from ``start`` on, divided at ``chunks``.
 
         Shapes:
-            returns the encoder's output for the last W rows, which the decoder starts from:
+            returns the encoder's output of the last W rows, the decoder's input:
             ``prompt - decoder_floor`` rows.
         """
         start, window = state.floors.start, self.config.sliding_window
         cuts = range(start, prompt, CHUNK_TOKENS) if chunks is None else chunks
         ends = sorted({cut for cut in cuts if start < cut < prompt} | {start, prompt})
-        parts: list[Streams] = []
+        last: list[Streams] = []
         for begin, end in itertools.pairwise(ends):
-            parts.append(self.model.encode([Chunk(state, begin, end)]))
-            parts = [Streams.join(parts).rows(-window)]
-        return parts[0]
+            last.append(self.model.encode([Chunk(state, begin, end)]))
+            last = [Streams.join(last).rows(-window)]
+        return last[0]
 
 
 def _agreeing(draft: Sequence[int], choices: Sequence[int]) -> int:
-    """Return how many tokens of a draft are what the model chooses after those before them."""
+    """Return how many leading tokens of a draft equal the model's choices."""
     for accepted, (token, choice) in enumerate(zip(draft, choices, strict=False)):
         if token != choice:
             return accepted

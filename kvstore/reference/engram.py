@@ -1,8 +1,8 @@
 """Engram: rows of large tables, looked up by a hash of the last few tokens.
 
-Rows are a function of token ids, so a prefix cache keeps none of them: whoever runs a row again looks
-its n-grams up again, in the tokens of the *request*, not of the rows that happen to run. The tables are
-too large for memory. They lie on disk, and the rows of a pass are asked for before its first layer.
+Rows are a function of token ids, so a prefix cache stores none of them: recomputing a row looks up its
+n-grams again, in all tokens of the request. The tables are too large for memory. They are on disk, and the
+rows of a pass are prefetched before its first layer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvstore.reference.weights import EngramWeights
 _MULTIPLIER_SEED = 10_007
 """Times the layer's id: the seed of its multipliers. Source: the release's Engram."""
 _BYTES = 256
-"""Tokens that are one byte of text each."""
+"""Number of tokens that are one byte of text each."""
 _WRITTEN_ROWS = 1 << 14
-"""Rows of a random table made at a time."""
+"""Rows of a random table that are made at a time."""
 
 
 def fold(text: str) -> str:
-    """Return what spellings of a text have in common: case, accents, width and white space fold.
+    """Return a text with case, accents, width and white space folded.
 
-    A text that folds to nothing stays as it is.
+    A text that folds to nothing is returned unchanged.
     """
     plain = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     plain = "".join(char for char in plain if unicodedata.category(char) != "Mn").lower()
@@ -48,15 +48,15 @@ def fold(text: str) -> str:
 
 
 def token_classes(vocab_size: int) -> NDArray[np.int64]:
-    """Return the class of each token, ``[vocab]``: tokens of one class spell the same n-grams.
+    """Return the class of each token, ``[vocab]``: tokens of one class give the same n-grams.
 
-    Tokens below 256 are bytes. One that is no text by itself, and any that stands for none, is a
-    class of its own. Classes are numbered by their first token.
+    Tokens below 256 are bytes. A token that is no text by itself has its own class. Classes are
+    numbered by their first token.
     """
     numbers: dict[object, int] = {}
     classes = []
     for token in range(vocab_size):
-        # A byte of a longer character has nothing to fold.
+        # A byte of a multi-byte character does not fold.
         key: object = fold(chr(token)) if token < 0x80 else token
         classes.append(numbers.setdefault(key, len(numbers)))
     return np.array(classes, np.int64)
@@ -75,10 +75,10 @@ def _primes(start: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where in its table a layer finds the n-grams that end at a token.
+    """Table rows of the n-grams that end at a token, for one layer.
 
-    The class of a token and those before it, each times an odd number, are xor-ed one look-back at
-    a time: after n of them it is the hash of the n-gram. Each head takes it modulo its own prime.
+    The hash of an n-gram is the xor of the classes of its n tokens, each times an odd number. Each
+    head takes it modulo its own prime.
 
     Shapes:
         multipliers int64 ``[orders + 1]``, primes and offsets int64 ``[orders, heads]``.
@@ -92,13 +92,13 @@ class Addresses:
 
     @property
     def row_count(self) -> int:
-        """Rows of the table: each head's prime, over orders and heads."""
+        """Rows of the table: the sum of the primes of all orders and heads."""
         return int(self.primes.sum())
 
     def rows(self, tokens: Tensor, is_image: Tensor, positions: Tensor) -> Tensor:
         """Return the row of each order and head for the tokens at ``positions``.
 
-        Before the first token, and from the first image on that a look-back meets, tokens count as
+        Positions before the first token, and those up to the last image before a token, count as
         padding.
 
         Shapes:
@@ -155,7 +155,7 @@ class Table(Protocol):
     """The rows of one layer."""
 
     def prefetch(self, rows: Tensor, /) -> None:
-        """Begin to fetch rows that ``gather`` will be asked for. Shapes: int64, any."""
+        """Begin to fetch rows for a later ``gather``. Shapes: int64, any."""
         ...
 
     def gather(self, rows: Tensor, /) -> Tensor:
@@ -164,32 +164,28 @@ class Table(Protocol):
 
 
 class DiskTable:
-    """Rows in MXFP8, one after the other in a file that is mapped and never read as a whole.
+    """Rows in MXFP8, consecutive in a mapped file.
 
-    ``bytes_read`` counts what was gathered.
+    ``bytes_read`` counts the gathered bytes.
     """
 
     def __init__(self, path: Path, row_count: int, row_bytes: int, dtype: torch.dtype) -> None:
-        """Map the table.
-
-        Raises:
-            ValueError: if the file does not have this size.
-        """
+        """Map the table. Raises ``ValueError`` if the file has another size."""
         self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != row_count * row_bytes:
-                msg = f"{path} holds {size} bytes, expected {row_count} rows of {row_bytes}; remove it to have it made again"
+                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to make it again"
                 raise ValueError(msg)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Neighbours of a row are other n-grams: reading ahead would read what nobody asked for.
+        # Neighbours of a row are other n-grams: read-ahead would read unused rows.
         self._map.madvise(mmap.MADV_RANDOM)
         self._rows = np.frombuffer(self._map, np.uint8).reshape(row_count, row_bytes)
         self._dtype = dtype
         self.bytes_read = 0
 
     def prefetch(self, rows: Tensor) -> None:
-        """Tell the kernel which pages will be read; it fetches them while layers run."""
+        """Tell the kernel which pages will be read; it fetches them while layers compute."""
         row_bytes = self._rows.shape[1]
         first = rows.numpy().ravel() * row_bytes // mmap.PAGESIZE
         last = (rows.numpy().ravel() * row_bytes + row_bytes - 1) // mmap.PAGESIZE
@@ -204,7 +200,7 @@ class DiskTable:
 
 
 class TrainedTable:
-    """Rows in memory, as numbers that learn. What is read of them is what a ``DiskTable`` would hold.
+    """Trainable rows in memory, which ``gather`` rounds as in a ``DiskTable``.
 
     Shapes:
         values ``[rows, engram_head_dim]``.
@@ -224,28 +220,24 @@ class TrainedTable:
 
 
 def random_rows(config: ReferenceConfig, row_count: int, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of a random table, piece by piece. Shapes: float32 ``[n, engram_head_dim]``."""
+    """Yield the rows of a random table in chunks. Shapes: float32 ``[n, engram_head_dim]``."""
     rng = np.random.default_rng(seed)
     for start in range(0, row_count, _WRITTEN_ROWS):
         rows = min(_WRITTEN_ROWS, row_count - start)
         yield torch.from_numpy(rng.standard_normal((rows, config.engram_head_dim), np.float32))
 
 
-def write_table(path: Path, pieces: Iterable[Tensor]) -> None:
-    """Write a table, piece by piece: the file is there whole or not at all.
-
-    Shapes:
-        pieces ``[n, engram_head_dim]``.
-    """
+def write_table(path: Path, chunks: Iterable[Tensor]) -> None:
+    """Write a table atomically, in chunks. Shapes: chunks ``[n, engram_head_dim]``."""
     partial = path.with_suffix(f".{os.getpid()}")
     with partial.open("wb") as file:
-        for piece in pieces:
-            file.write(pack_mxfp8(piece).tobytes())
+        for chunk in chunks:
+            file.write(pack_mxfp8(chunk).tobytes())
     partial.replace(path)
 
 
 def table_path(folder: Path, config: ReferenceConfig, layer: int, seed: int) -> Path:
-    """Return where the table of a layer lies in a folder of tables."""
+    """Return the path of a layer's table in a folder of tables."""
     rows = addresses(config)[layer].row_count
     return folder / f"engram-{layer}-{rows}x{config.engram_head_dim}-{seed}.bin"
 
@@ -253,7 +245,7 @@ def table_path(folder: Path, config: ReferenceConfig, layer: int, seed: int) -> 
 def open_tables(
     config: ReferenceConfig, folder: Path, *, seed: int, dtype: torch.dtype
 ) -> dict[int, DiskTable]:
-    """Return the tables of each Engram layer in ``folder``; random ones are made if they are missing."""
+    """Return the table of each Engram layer in ``folder``; missing ones are made from ``seed``."""
     tables = {}
     for layer, where in addresses(config).items():
         rows, row_bytes = where.row_count, _row_bytes(config)
@@ -266,7 +258,7 @@ def open_tables(
 
 
 class Engram:
-    """The lookups of a model: addresses, tables, and what a layer makes of its rows."""
+    """The n-gram lookups of a model, and the additions that layers make from them."""
 
     def __init__(self, config: ReferenceConfig, tables: Mapping[int, Table]) -> None:
         if set(tables) != set(config.engram_layer_ids):
@@ -277,10 +269,10 @@ class Engram:
         self._tables = dict(tables)
 
     def locate(self, tokens: Tensor, is_image: Tensor, positions: Tensor) -> dict[int, Tensor]:
-        """Return the rows that each layer will read for tokens at ``positions``, and fetch them.
+        """Return the table rows of each layer for tokens at ``positions``, and prefetch them.
 
         Shapes:
-            as ``Addresses.rows``; an image's rows read nothing and are not fetched.
+            as ``Addresses.rows``; rows of images are not prefetched.
         """
         found = {}
         for layer, where in self._addresses.items():
@@ -291,10 +283,10 @@ class Engram:
     def add(
         self, layer: int, weights: EngramWeights, streams: Streams, rows: Tensor, is_image: Tensor
     ) -> Streams:
-        """Add to each stream what was looked up, as far as stream and row agree.
+        """Add the looked-up rows to each stream, gated by the similarity of stream and row.
 
         Shapes:
-            rows int64 ``[rows, orders * heads]``, is_image bool ``[rows]``: image rows stay as they are.
+            rows int64 ``[rows, orders * heads]``, is_image bool ``[rows]``: image rows stay unchanged.
         """
         values, eps = streams.values, self._config.rms_norm_eps
         text = ~is_image

@@ -1,7 +1,7 @@
-"""The global entries of one sequence: bytes as a store keeps them, and the values they stand for.
+"""The global entries of one sequence: stored bytes and their decoded values.
 
-Attention reads decoded entries only, never what they were packed from. So a sequence that restored
-an entry and the one that wrote it read the same numbers.
+Attention reads decoded values only. So a sequence that restored an entry and the one that wrote it read
+the same numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.reference.ops import straight_through
 
 
 class PageReader(Protocol):
-    """Reads entries of a hit out of device pages."""
+    """A reader of a hit's entries in device pages."""
 
     def __call__(self, group: str, layer: int, indices: Tensor | None, /) -> Tensor:
         """Return decoded entries.
@@ -32,16 +32,16 @@ class PageReader(Protocol):
 
 
 class GlobalEntries:
-    """Global entries of tokens ``[0, capacity)``, filled from the left.
+    """Global entries of tokens ``[0, capacity)``, written in order.
 
     Invariants:
-        Entries below the restored prefix are never written: they are shared with other sequences.
+        Entries of the restored prefix are never written: they are shared with other sequences.
     """
 
     def __init__(self, layout: kvstore.Layout, capacity: int, dtype: torch.dtype) -> None:
         self._groups = {group.name: group for group in layout.global_groups}
         self._dtype = dtype
-        # One entry more than are ever complete: a query that sees none still has one to look past.
+        # One entry more than can be complete: a query that sees none still needs one to index.
         self._bytes = {
             name: np.zeros(
                 (len(group.layers), capacity // group.tokens_per_entry + 1, group.entry_bytes),
@@ -49,8 +49,8 @@ class GlobalEntries:
             )
             for name, group in self._groups.items()
         }
-        # NaN until written: an entry read before its time shows in every result. A tensor for each
-        # layer, so that a gradient can pass through one while the next is written.
+        # NaN until written: an entry read too early makes every result NaN. A tensor for each layer
+        # lets a gradient pass through one while the next is written.
         self._values = {
             name: [
                 torch.full((stored.shape[1], self._groups[name].values), torch.nan, dtype=dtype)
@@ -62,10 +62,10 @@ class GlobalEntries:
         self.write_floor = 0
         """First token whose entries this sequence may write."""
         self.bytes_from = 0
-        """First token whose entries are held as bytes; those below lie in pages."""
+        """First token whose entries are held as bytes; earlier entries are in pages."""
 
     def restore(self, entries: Entries, tokens: int) -> None:
-        """Take over the entries of tokens ``[0, tokens)``, as ``PrefixCache.read`` returned them."""
+        """Set the entries of tokens ``[0, tokens)``, as ``PrefixCache.read`` returned them."""
         for name, group in self._groups.items():
             count = tokens // group.tokens_per_entry
             self._bytes[name][:, :count] = entries[name][:, :count]
@@ -95,7 +95,7 @@ class GlobalEntries:
         )
 
     def truncate(self, tokens: int) -> None:
-        """Forget entries that tokens from ``tokens`` on completed; later ones are written anew."""
+        """Remove entries that tokens from ``tokens`` on completed."""
         for name, group in self._groups.items():
             count = tokens // group.tokens_per_entry
             self._bytes[name][:, count:] = 0
@@ -103,7 +103,7 @@ class GlobalEntries:
                 values[count:] = torch.nan
 
     def gather(self, name: str, layer: int, indices: Tensor) -> Tensor:
-        """Return the chosen entries of each query. What stands for -1 is arbitrary.
+        """Return the chosen entries of each query. The value for -1 is arbitrary.
 
         Shapes:
             indices int64 ``[rows, k]``; returns ``[rows, k, group.values]``.
@@ -117,11 +117,7 @@ class GlobalEntries:
         return torch.where(in_pages[..., None], paged.to(self._dtype), values)
 
     def scan(self, name: str, layer: int, count: int) -> Tensor:
-        """Return the first ``count`` entries.
-
-        Shapes:
-            returns ``[count, group.values]``.
-        """
+        """Return the first ``count`` entries. Shapes: returns ``[count, group.values]``."""
         group = self._groups[name]
         values = self._values[name][group.layers.index(layer)][:count]
         if self._pages is None:

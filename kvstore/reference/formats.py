@@ -1,4 +1,4 @@
-"""Values to the bytes of an entry or a window row, and back. It knows formats, and no sequence."""
+"""Encoding of values to the bytes of an entry or a window row, and decoding."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvstore import fp4
 from kvstore.reference.ops import straight_through
 
 _FP4 = ("nvfp4", "mxfp4")
-"""Formats that the codec packs. The others are plain enough to be written here."""
+"""Formats that ``kvstore.fp4`` encodes. The others are implemented here."""
 _EXPONENT_BIAS = 127
 """Of binary32 and of UE8M0."""
 _E4M3_MAX = 448.0
 
 
 Entries = Mapping[str, NDArray[np.uint8]]
-"""Global entries as the public contract has them: by group, uint8 ``[layers, n, entry_bytes]``."""
+"""Global entries as in the public contract: by group, uint8 ``[layers, n, entry_bytes]``."""
 
 
 def pack(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]:
-    """Return values as the bytes that their group keeps.
+    """Return values as bytes of their group's format.
 
     Shapes:
         values ``[..., width]``, the width of an entry; returns uint8 ``[..., group.entry_bytes]``.
     """
     values = values.detach()
     if group.entry_format in _FP4:
-        # The codec takes binary32, so values are cast.
+        # fp4.pack takes binary32.
         values = values.to(torch.float32)
         planes = fp4.pack(values, group.entry_format, scale_rule=group.scale_rule)
         return torch.cat(planes, dim=-1).numpy()
@@ -40,7 +40,7 @@ def pack(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]:
 
 
 def unpack(group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    """Return what the bytes of a group stand for.
+    """Return the values of a group's bytes.
 
     Shapes:
         stored uint8 ``[..., group.entry_bytes]``; returns ``[..., width]``.
@@ -48,15 +48,15 @@ def unpack(group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dt
     if group.entry_format in _FP4:
         nibbles, scales = np.split(stored, [group.planes[0]], axis=-1)
         values = fp4.unpack(nibbles, scales, group.entry_format, dtype="float32")
-        # Binary32 holds every FP4 value times its scale exactly.
+        # Binary32 represents every FP4 value times its scale exactly.
         return torch.from_numpy(values).to(dtype)
     return _TO_VALUES[group.entry_format](stored, dtype)
 
 
 def rounded(group: kvstore.LayerGroup, values: Tensor) -> Tensor:
-    """Return values as they come back from their bytes; a gradient passes through unchanged.
+    """Return values rounded to their format, so that restored values equal computed ones.
 
-    What is restored is then what was computed.
+    A gradient passes through unchanged.
 
     Shapes:
         values ``[..., width]``; returns the same.
@@ -80,7 +80,7 @@ def pack_mxfp8(values: Tensor) -> NDArray[np.uint8]:
 
 
 def unpack_mxfp8(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    """Return what ``pack_mxfp8`` kept. Shapes: as there."""
+    """Return the values of ``pack_mxfp8``'s result. Shapes: as there."""
     width = stored.shape[-1] * 32 // 33
     codes, scales = torch.from_numpy(np.array(stored)).tensor_split([width], dim=-1)
     values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
@@ -105,6 +105,6 @@ def _exact_to_values(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.array(stored)).view(dtype)
 
 
-# By entry format. Bytes without a format are the model's own floats.
+# By entry format; "u8" are the model's own floats.
 _TO_BYTES = {"u8": _exact_to_bytes, "bf16": _bf16_to_bytes, "mxfp8": pack_mxfp8}
 _TO_VALUES = {"u8": _exact_to_values, "bf16": _bf16_to_values, "mxfp8": unpack_mxfp8}

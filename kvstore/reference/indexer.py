@@ -1,8 +1,8 @@
-"""Which global entries a query reads: the indexer, and the candidates that later indexers choose among.
+"""The indexer: it chooses the global entries that a query reads.
 
 A Full layer scores every visible entry and takes the best. The candidate source also keeps the best
-blocks of entries, by their best score; Reindex layers above it score and choose inside those only. All
-of it is made anew for every query and belongs to no cache.
+blocks of entries, by their best score; Reindex layers above it choose among these only. All of it is
+computed for every query and never cached.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.reference.layer import Layer, Projected
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the queries of one pass have chosen so far.
+    """The choices of the queries of one pass.
 
     Shapes:
         picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; scores of
-        the same shape, arbitrary where there is no pick; pool int64 ``[rows, n]``: at most
+        the same shape, arbitrary without a pick; pool int64 ``[rows, n]``: at most
         ``candidate_topk_blocks * candidate_block_size`` candidates, -1 for none.
     """
 
@@ -36,7 +36,7 @@ class Selection:
 
 
 class Indexer:
-    """Chooses entries for the index sources of a model."""
+    """The indexer of a model's index sources."""
 
     def __init__(self, config: ReferenceConfig, keys: kvstore.LayerGroup) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class Indexer:
         entries: GlobalEntries,
         before: Selection,
     ) -> Selection:
-        """Choose for the queries of an index source; ``before`` is what the one below it chose.
+        """Choose for the queries of an index source; ``before`` is the choice of the one below it.
 
         A query at p sees the entries of groups that end at or before it: ``(p + 1) // ratio``.
 
@@ -61,12 +61,12 @@ class Indexer:
         config, weights = self._config, layer.weights.indexer
         assert weights is not None
         assert spec.owner is not None
-        # Choosing has no gradient. The indexer learns to say where attention goes, from inputs that
-        # do not learn from it.
+        # Choosing has no gradient. The indexer learns to predict attention, and its inputs get no
+        # gradient from it.
         latent, inputs = projected.latent.detach(), projected.inputs.detach()
         queries = (latent @ weights.query).reshape(len(positions), config.index_n_heads, -1)
         queries = layer.rotate(layer.norm(queries, None), positions)
-        # Both sides of the product on the grid: that makes it exact, see ops.index_scores.
+        # With both factors on the MXFP4 grid the product is exact, see ops.index_scores.
         queries = rounded(self._keys, queries)
         shares = inputs @ weights.head
         name = f"index_r{spec.ratio}"
@@ -74,7 +74,7 @@ class Indexer:
             candidates = before.pool
             assert candidates is not None
             keys = entries.gather(name, spec.owner, candidates)
-            # What stands for no candidate is arbitrary, NaN included.
+            # The value for a missing candidate is arbitrary, possibly NaN.
             keys = keys.masked_fill(candidates[..., None] < 0, 0.0)
         else:
             visible = (positions + 1) // spec.ratio
@@ -91,10 +91,10 @@ class Indexer:
 
 
 def _scores_of(picks: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-    """Return the score of each pick, if anybody learns from it. Shapes: ``[rows, index_topk]``."""
+    """Return the score of each pick, None without a gradient. Shapes: ``[rows, index_topk]``."""
     if not scores.requires_grad:
         return None
-    # Candidates are ascending but for gaps; a gap counts as the entry before it, to be searchable.
+    # Candidates ascend except for gaps; for the search a gap counts as the entry before it.
     ascending = candidates.cummax(dim=1).values.contiguous()
     columns = torch.searchsorted(ascending, picks.clamp(min=0)).clamp(max=scores.shape[1] - 1)
     return scores.gather(1, columns)
@@ -108,5 +108,5 @@ def read_entries(entries: GlobalEntries, spec: LayerSpec, picks: Tensor) -> ops.
     """
     assert spec.owner is not None
     values = entries.gather(f"main_r{spec.ratio}", spec.owner, picks)
-    # What stands for no entry is arbitrary, NaN included.
+    # The value for a missing entry is arbitrary, possibly NaN.
     return ops.Keys(values.masked_fill(picks[..., None] < 0, 0.0), picks >= 0)

@@ -1,4 +1,4 @@
-"""What a layer computes from its own rows: projections, rotation, feed-forward. It reads no cache."""
+"""The computations of a layer without a cache: projections, rotation, feed-forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.reference.weights import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What attention needs of some rows.
+    """Inputs of attention for some rows.
 
     Shapes:
         inputs ``[rows, hidden]``, latent ``[rows, q_lora_rank]``, queries ``[rows, heads, head_dim]``,
@@ -36,8 +36,8 @@ class Layer:
     def __init__(self, config: ReferenceConfig, ratio: int, weights: LayerWeights) -> None:
         self.weights = weights
         self._config = config
-        # A layer's queries meet its window rows and its global entries in one product, so all three
-        # turn at one base.
+        # Queries are multiplied with window rows and global entries alike, so all three are rotated
+        # with one base.
         self._theta = config.compress_rope_theta if ratio else config.rope_theta
 
     def project(self, mixed: Tensor, positions: Tensor) -> Projected:
@@ -57,10 +57,10 @@ class Layer:
         return self.rotate(rows, positions)
 
     def close(self, attended: Tensor, positions: Tensor) -> Tensor:
-        """Return what attention adds.
+        """Return the output of attention.
 
-        Entries are values as well as keys, so the sum carries their absolute rotation. Turning it
-        back by the query's position leaves relative positions only.
+        Entries are values as well as keys, so the sum has their absolute rotation. Rotating it back
+        by the query's position leaves relative positions only.
 
         Shapes:
             attended ``[rows, heads, head_dim]``; returns ``[rows, hidden]``.
@@ -68,7 +68,7 @@ class Layer:
         return self.rotate(attended, positions, back=True).flatten(1) @ self.weights.output
 
     def feed(self, mixed: Tensor) -> Tensor:
-        """Return what the feed-forward part adds. Shapes: ``[rows, hidden]``, twice."""
+        """Return the output of the feed-forward sub-layer. Shapes: ``[rows, hidden]`` in and out."""
         weights = self.weights
         inputs = self.norm(mixed, weights.ffn_norm)
         return ops.swiglu(inputs, weights.gate, weights.up, weights.down)

@@ -1,10 +1,8 @@
-"""The forward pass: an encoder that makes all global KV, and a decoder that reads it.
+"""The forward pass: an encoder that writes all global KV, and a decoder that reads it.
 
-Prefill runs the encoder over every row that is not restored and stops once the last owner's global
-entries are written. The decoder then runs once, over the last W rows of the prompt, with windows
-that begin there. After that each new token passes through both.
-
-The model computes. Which rows to run, and where they come from, is the engine's business.
+Prefill computes the encoder for every row that is not restored, up to the global entries of the last
+owner. Then it computes the decoder once, for the last W rows of the prompt, with windows that begin
+there. Each new token passes through both. The engine decides which rows are computed.
 """
 
 from __future__ import annotations
@@ -34,12 +32,9 @@ class ReferenceModel:
     """
 
     def __init__(
-        self,
-        config: ReferenceConfig,
-        weights: Weights,
-        tables: Mapping[int, Table] | None = None,
+        self, config: ReferenceConfig, weights: Weights, tables: Mapping[int, Table] | None = None
     ) -> None:
-        """Join weights and, where the config has Engram layers, the table of each.
+        """``tables`` has a table for each Engram layer of the config.
 
         Raises:
             ValueError: if a table is missing.
@@ -56,9 +51,9 @@ class ReferenceModel:
         self._indexer = Indexer(config, config.layout().group("index_r1"))
 
     def encode(self, chunks: Sequence[Chunk], losses: list[Tensor] | None = None) -> Streams:
-        """Run the encoder; write its window rows and the global entries of every owner.
+        """Compute the encoder; write its window rows and the global entries of every owner.
 
-        ``losses`` gets what each indexer is to learn from, if there is a gradient to take.
+        In training ``losses`` gets the loss of each indexer.
 
         Shapes:
             returns the encoder's output, rows of all chunks in order.
@@ -79,14 +74,14 @@ class ReferenceModel:
             if spec.mode is Mode.FULL:
                 self._write_global(spec, streams, chunks)
             streams = self._run(spec, streams, chunks, selections, losses)
-        # All that a prompt leaves behind is written once the decoder's first owner has its entries.
+        # The entries of the decoder's first owner are the last that a prompt writes.
         self._write_global(self._specs[self.config.last_owner], streams, chunks)
         return streams
 
     def decode(
         self, streams: Streams, chunks: Sequence[Chunk], losses: list[Tensor] | None = None
     ) -> Streams:
-        """Run the decoder over encoder outputs; write its window rows, and the drafter's.
+        """Compute the decoder from encoder outputs; write its window rows, and the drafter's.
 
         ``losses`` as in ``encode``.
 
@@ -104,15 +99,11 @@ class ReferenceModel:
         return streams
 
     def logits(self, streams: Streams) -> Tensor:
-        """Return what the decoder's output says of each row's next token. Shapes: ``[rows, vocab]``."""
+        """Return the logits of each row's next token. Shapes: ``[rows, vocab]``."""
         return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
 
     def _embed(self, chunk: Chunk) -> Tensor:
-        """Return the embedding of a chunk's tokens, or of what its images show there.
-
-        Shapes:
-            returns ``[rows, hidden]``.
-        """
+        """Return the embedding of a chunk's tokens and images. Shapes: returns ``[rows, hidden]``."""
         rows = self.weights.embedding[chunk.state.tokens[chunk.start : chunk.stop]]
         for image in chunk.state.images:
             span = image.span
@@ -134,7 +125,7 @@ class ReferenceModel:
         selections: list[Selection],
         losses: list[Tensor] | None,
     ) -> Streams:
-        """Run one layer: attention to chosen entries and the window at once, then feed forward.
+        """Compute one layer: attention to chosen entries and the window at once, then feed forward.
 
         Shapes:
             ``selections`` has one for each chunk; index sources write it, the layers above read it.
@@ -156,10 +147,10 @@ class ReferenceModel:
                     selections[number],
                 )
             picks, scores = selections[number].picks, selections[number].scores
-            places = [state.read_window(spec.layer, chunk.start, chunk.stop)]
+            sources = [state.read_window(spec.layer, chunk.start, chunk.stop)]
             if picks is not None and spec.owner is not None:
-                places.append(read_entries(state.entries, spec, picks))
-            attended, shares = ops.attend(projected.queries[own], places)
+                sources.append(read_entries(state.entries, spec, picks))
+            attended, shares = ops.attend(projected.queries[own], sources)
             outputs.append(attended)
             if losses is not None and spec.index_source == spec.layer:
                 assert picks is not None
@@ -173,8 +164,8 @@ class ReferenceModel:
     def _write_global(self, spec: LayerSpec, streams: Streams, chunks: Sequence[Chunk]) -> None:
         """Write the global entries of an owner, for the groups that these rows complete.
 
-        The main entry is the rotated latent, the indexer key comes from the latent before rotation:
-        neither can be made from the other.
+        The main entry is the rotated latent; the indexer key is projected from the latent before
+        rotation. Neither can be computed from the other.
         """
         layer = self._layers[spec.layer]
         weights = layer.weights.owner
@@ -190,7 +181,7 @@ class ReferenceModel:
                 continue
             latent = pooled[:, 0] if weights.gate is None else ops.pool_groups(pooled, shares)
             latent = layer.norm(latent, weights.norm)
-            # Every entry stands at the first position of its group.
+            # The position of an entry is the first one of its group.
             positions = (first + torch.arange(len(latent))) * spec.ratio
             main = layer.rotate(latent, positions)
             index = layer.norm(latent.detach() @ weights.index_key, weights.index_norm)

@@ -1,7 +1,7 @@
-"""The formulas of the model, one function each. They know no layer, no cache and no sequence.
+"""The formulas of the model, one function each.
 
-Every function treats each query row by itself, and gathers the keys of a row before it multiplies:
-a row's result does not depend on which other rows are computed in the same call.
+Every function computes each query row separately, and gathers the keys of a row before it multiplies: a
+row's result does not depend on the other rows of the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rotate(
 ) -> Tensor:
     """Rotate the last ``dims`` channels by their row's position (RoPE); ``back`` undoes it.
 
-    Channels 2i and 2i + 1 are one pair, turned by ``position * theta ** (-2i / dims)``.
+    Channels 2i and 2i + 1 are one pair, rotated by ``position * theta ** (-2i / dims)``.
 
     Shapes:
         values ``[rows, ..., width]``, positions int64 ``[rows]``; returns values' shape.
@@ -71,8 +71,8 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Score entries for every query: ``sum over heads of weight * relu(query . key)``.
 
     Queries and keys are both on the MXFP4 grid, so in float64 each dot product is exact in any
-    order of addition, and heads are added one by one. Equal keys therefore get equal scores, bit
-    for bit, however many entries there are and however the queries are split into calls.
+    order of addition, and heads are added one by one. So equal keys get equal scores, bit for bit,
+    for any number of entries and any split of the queries into calls.
 
     Shapes:
         queries ``[rows, heads, index_dim]``, weights ``[rows, heads]``, keys ``[n, index_dim]``, the
@@ -89,17 +89,17 @@ def visible_entries(count: int, visible: Tensor) -> Tensor:
 
     Shapes:
         visible int64 ``[rows]``: row r sees entries ``[0, visible[r])``; returns int64
-        ``[rows, count]``, ascending, -1 where it sees none.
+        ``[rows, count]``, ascending, -1 for invisible entries.
     """
     entries = torch.arange(count)
     return torch.where(entries < visible[:, None], entries, -1)
 
 
 def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Choose the ``count`` best candidates of each row; a tie goes to the lower entry.
+    """Choose the ``count`` best candidates of each row; in a tie the lower entry.
 
-    Exact ties are common, because ReLU makes exact zeros. The choice must not depend on how many
-    other columns there are: a stable sort guarantees that, ``torch.topk`` does not.
+    Exact ties are common, because ReLU makes exact zeros. The choice must not depend on the number
+    of columns: a stable sort guarantees that, ``torch.topk`` does not.
 
     Shapes:
         scores ``[rows, n]``, candidates int64 ``[rows, n]``: entries, ascending, with -1 anywhere for
@@ -109,7 +109,7 @@ def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
         dim=-1, descending=True, stable=True
     )
     best = candidates.gather(1, ranked.indices[:, :count])
-    # In ascending order the sum over the chosen entries is always taken in the same order.
+    # Ascending, so that sums over the chosen entries always have the same order.
     beyond = torch.iinfo(torch.int64).max
     ascending = best.masked_fill(best < 0, beyond).sort(dim=-1).values
     chosen = ascending.masked_fill(ascending == beyond, -1)
@@ -117,9 +117,9 @@ def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Tensor:
-    """Keep the candidates of the ``count`` best blocks of each row; a block is worth its best entry.
+    """Keep the candidates of the ``count`` best blocks of each row; a block scores as its best entry.
 
-    A tie goes to the lower block. A row that sees no more than ``count`` blocks keeps all it sees.
+    In a tie the lower block wins. A row with at most ``count`` visible blocks keeps them all.
 
     Shapes:
         scores and candidates as ``top_entries`` takes them, with entry j in column j; returns int64
@@ -134,14 +134,14 @@ def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Te
     worth = scores.reshape(rows, -1, block).amax(dim=-1)
     blocks = torch.where(worth == -math.inf, -1, torch.arange(worth.shape[1]))
     kept = top_entries(worth, blocks, min(count, worth.shape[1]))
-    places = kept[..., None] * block + torch.arange(block)
+    columns = kept[..., None] * block + torch.arange(block)
     padded = functional.pad(candidates, (0, short), value=-1)
-    pool = padded.gather(1, places.clamp(min=0).flatten(1))
+    pool = padded.gather(1, columns.clamp(min=0).flatten(1))
     return pool.masked_fill((kept < 0).repeat_interleave(block, dim=1), -1)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Return positive matrices whose rows and columns each sum to one, nearly: Sinkhorn-Knopp.
+    """Return positive matrices whose rows and columns sum to about one (Sinkhorn-Knopp).
 
     Shapes:
         logits ``[rows, n, n]``; returns the same.
@@ -154,7 +154,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounded values forwards, the gradient of the values backwards."""
+    """Rounded values forward, the gradient of the values backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, rounded: Tensor) -> Tensor:
@@ -164,16 +164,15 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient as if nothing had been rounded."""
+        """Return the gradient without rounding."""
         del ctx
         return gradients[0], None
 
 
 def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
-    """Return ``rounded``, through which a gradient passes to ``values`` unchanged.
+    """Return ``rounded``; its gradient passes to ``values`` unchanged.
 
-    Rounding has no useful gradient of its own; a model that is trained with this one is trained on
-    the numbers that it will read.
+    Rounding has no useful gradient. With this one a model is trained on the numbers that it reads.
 
     Shapes:
         two of the same, which is returned.
@@ -184,50 +183,50 @@ def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What queries read from one place; keys are the values as well.
+    """Keys from one source, the window or the entries; they are the values as well.
 
     Shapes:
-        values ``[rows, k, dim]``, readable bool ``[rows, k]``: what is not may hold any finite number.
+        values ``[rows, k, dim]``, readable bool ``[rows, k]``: an unreadable key has any finite value.
     """
 
     values: Tensor
     readable: Tensor
 
 
-def attend(queries: Tensor, places: Sequence[Keys]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Attend from each row to its own keys, of all places at once.
+def attend(queries: Tensor, sources: Sequence[Keys]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Attend from each row to its own keys, of all sources at once.
 
     Shapes:
         queries ``[rows, heads, dim]``; each row has at least one readable key; returns
-        ``[rows, heads, dim]``, and of each place how much it gave, ``[rows, heads, k]``.
+        ``[rows, heads, dim]``, and the attention weights of each source, ``[rows, heads, k]``.
     """
     scores = [
-        torch.einsum("rhd,rkd->rhk", queries, place.values).masked_fill(
-            ~place.readable[:, None], -math.inf
+        torch.einsum("rhd,rkd->rhk", queries, source.values).masked_fill(
+            ~source.readable[:, None], -math.inf
         )
-        for place in places
+        for source in sources
     ]
     weights = (torch.cat(scores, dim=-1) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
-    ends = itertools.accumulate(place.values.shape[1] for place in places[:-1])
+    ends = itertools.accumulate(source.values.shape[1] for source in sources[:-1])
     shares = weights.tensor_split(list(ends), dim=-1)
     read = [
-        torch.einsum("rhk,rkd->rhd", share, place.values)
-        for share, place in zip(shares, places, strict=True)
+        torch.einsum("rhk,rkd->rhd", share, source.values)
+        for share, source in zip(shares, sources, strict=True)
     ]
     return torch.stack(read).sum(dim=0), shares
 
 
 def choice_loss(scores: Tensor, picks: Tensor, shares: Tensor) -> Tensor:
-    """Return how far scores are from saying where attention went: KL divergence, mean over rows.
+    """Return the KL divergence of scores from attention weights, mean over rows.
 
     Shapes:
-        scores and picks ``[rows, k]``, -1 for no pick; shares ``[rows, heads, k]``: what attention
-        gave to each pick, taken as it is; returns a scalar.
+        scores and picks ``[rows, k]``, -1 for no pick; shares ``[rows, heads, k]``: the attention
+        weight of each pick, without a gradient; returns a scalar.
     """
     is_there = picks >= 0
     rows = is_there.any(dim=1)
-    given = shares.detach().sum(dim=1)[rows]
-    given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(given.dtype).tiny)
-    said = scores.masked_fill(~is_there, -math.inf)[rows].log_softmax(dim=1)
-    said = said.masked_fill(~is_there[rows], 0.0)
-    return (torch.xlogy(given, given) - given * said).sum() / max(1, len(given))
+    target = shares.detach().sum(dim=1)[rows]
+    target = target / target.sum(dim=1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
+    logs = scores.masked_fill(~is_there, -math.inf)[rows].log_softmax(dim=1)
+    logs = logs.masked_fill(~is_there[rows], 0.0)
+    return (torch.xlogy(target, target) - target * logs).sum() / max(1, len(target))

@@ -1,8 +1,8 @@
-"""Text to tokens, with the reasoning effort in front.
+"""Prompt encoder: text to tokens, after the reasoning effort.
 
-The effort is text at index 0, so prompts of two efforts share no prefix, whatever follows. And what the
-effort's name is rendered as belongs to the encoder: another version of it may render other tokens for
-the same request, or the same tokens for another one. So its identity is part of the namespace.
+The effort is text at index 0, so prompts with different efforts share no prefix. The encoder renders the
+effort's name: another version may render other tokens for the same request, or the same tokens for
+another request. So the encoder's identity is in the namespace.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 EFFORTS: Mapping[str, int] = MappingProxyType({"low": 50, "high": 75, "max": 100})
-"""Source: the release's API. On its first day the names stood for 25, 50 and 75."""
+"""Source: the release's API. On its first day the names meant 25, 50 and 75."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Bytes as tokens, after an effort by name or from 1 to 100."""
+    """Encoder with a token for each byte, after an effort by name or from 1 to 100."""
 
     version: str = "2"
     efforts: Mapping[str, int] = field(default_factory=lambda: EFFORTS)
 
     @property
     def identity(self) -> str:
-        """What goes into ``Namespace.tokenizer``: version and names, so that neither goes unseen."""
+        """The value for ``Namespace.tokenizer``: version and effort names."""
         names = ",".join(f"{name}={effort}" for name, effort in sorted(self.efforts.items()))
         return f"kvstore.reference.prompt {self.version} {names}"
 
@@ -35,7 +35,7 @@ class PromptEncoder:
         """Return the tokens of a prompt, ``[n]``.
 
         Raises:
-            ValueError: for an effort that is no name here and no number from 1 to 100.
+            ValueError: for an unknown name, or a number outside [1, 100].
         """
         level = self.efforts.get(effort) if isinstance(effort, str) else effort
         if level is None or not 1 <= level <= 100:

@@ -1,11 +1,11 @@
-"""The residual of a row: one stream that adds up, or several that are mixed (mHC).
+"""The residual of a row: one stream with additions, or several mixed streams (mHC).
 
 Single-pass hyper-connections read and write the streams of a row once per sub-layer F:
 
     X_{l+1} = B_l X_l + C_l F_l(A_{l-1} X_l),    (A, B, C)_l = H(X_l)
 
-The coefficients A that a sub-layer reads with come from the one before it. So whoever cuts the model,
-between encoder and decoder for instance, carries the streams and these coefficients.
+The coefficients A with which a sub-layer reads come from the one before it. So a split of the model,
+such as that between encoder and decoder, passes on the streams and these coefficients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore.reference.weights import MixWeights
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of some rows, and how the next sub-layer reads them.
+    """The streams of some rows, and the coefficients with which the next sub-layer reads them.
 
     Shapes:
         values ``[rows, n, hidden]``, read ``[rows, n]``: A of the sub-layer before.
@@ -34,7 +34,7 @@ class Streams:
 
     @classmethod
     def start(cls, embedded: Tensor, count: int) -> Streams:
-        """Return rows whose streams are all their embedding, which their mean reads back.
+        """Return rows with their embedding in every stream, and the mean as coefficients.
 
         Shapes:
             embedded ``[rows, hidden]``.
@@ -43,13 +43,13 @@ class Streams:
         return cls(values, embedded.new_full((len(embedded), count), 1 / count))
 
     def mixed(self) -> Tensor:
-        """Return what the next sub-layer reads: A X. Shapes: ``[rows, hidden]``."""
+        """Return the input of the next sub-layer: A X. Shapes: ``[rows, hidden]``."""
         return (self.read[..., None] * self.values).sum(dim=1)
 
     def advance(
         self, output: Tensor, weights: MixWeights | None, config: ReferenceConfig
     ) -> Streams:
-        """Return the streams after a sub-layer. Without weights there is one, and outputs add up.
+        """Return the streams after a sub-layer. Without weights its output is added to the one stream.
 
         Shapes:
             output ``[rows, hidden]``: F(A X).
@@ -62,7 +62,7 @@ class Streams:
         read, write, mix = logits.tensor_split([count, 2 * count], dim=-1)
         mix = mix.reshape(-1, count, count)
         kept = ops.sinkhorn(mix, config.hc_sinkhorn_iters, config.hc_eps) @ self.values
-        # Twice a sigmoid: one where nothing is said, so that outputs add up.
+        # Twice a sigmoid: a logit of 0 gives 1, a plain addition.
         values = kept + 2 * write.sigmoid()[..., None] * output[:, None]
         return Streams(values, read.sigmoid() + config.hc_eps)
 
@@ -71,8 +71,8 @@ class Streams:
         return Streams(self.values[start:stop], self.read[start:stop])
 
     @staticmethod
-    def join(parts: Sequence[Streams]) -> Streams:
-        """Return the rows of all parts, in order."""
+    def join(passes: Sequence[Streams]) -> Streams:
+        """Return the rows of several passes, in order."""
         return Streams(
-            torch.cat([part.values for part in parts]), torch.cat([part.read for part in parts])
+            torch.cat([rows.values for rows in passes]), torch.cat([rows.read for rows in passes])
         )

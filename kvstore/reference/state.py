@@ -1,4 +1,4 @@
-"""What one sequence holds while it runs. It knows where its numbers may be read and written."""
+"""The KV of one sequence during a request, and the floors for reads and writes of it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvstore.reference.vision import Image
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """From which token on a sequence may read and write.
+    """The first tokens that a sequence may read and write.
 
     Invariants:
-        ``read_floor <= start <= hit``; rows in ``[start, hit)`` are run again.
+        ``read_floor <= start <= hit``; rows in ``[start, hit)`` are recomputed.
     """
 
     start: int
-    """First token to run through the encoder."""
+    """First token that the encoder computes."""
     hit: int
-    """Global entries below it are restored; the write floor for global entries."""
+    """Global entries before it are restored; the write floor for global entries."""
     read_floor: int
     """Encoder window rows exist from here."""
     window_write_floor: int
-    """Encoder window rows below it are restored and must stay."""
+    """Encoder window rows before it are restored and must not change."""
 
     @classmethod
     def replay(cls, hit: int, window: int) -> Floors:
-        """Floors after a hit without a window: run the last ``window`` tokens of it again."""
+        """Return the floors after a hit without a window: its last ``window`` tokens are replayed."""
         start = hit - min(window, hit)
         return cls(start=start, hit=hit, read_floor=start, window_write_floor=start)
 
@@ -46,9 +46,9 @@ class Floors:
 class SequenceState:
     """Window rows, global entries and rows of unfinished groups of one sequence.
 
-    It keeps the rows of every token that it ran, where a real engine keeps rings of W rows and of the
-    tokens of one group: then a snapshot can be taken at any boundary, tokens can be taken back, and a
-    row that must not be read can be poisoned.
+    It keeps the rows of every computed token, while a real engine keeps rings of W rows and of the
+    tokens of one group. So a snapshot can be taken at any boundary, tokens can be rolled back, and
+    unreadable rows can be NaN.
 
     Shapes:
         tokens int64 and is_image bool ``[capacity]``; windows ``[layers, capacity, head_dim]``, draft
@@ -74,9 +74,9 @@ class SequenceState:
             self.is_image[span.start : span.stop] = True
         self.floors = floors
         self.decoder_floor = max(0, prompt - config.sliding_window)
-        """D: decoder window rows exist from here, whatever was hit and however prefill was cut."""
+        """D: decoder window rows exist from here, for any hit and any chunks."""
         self.entries = GlobalEntries(layout, len(tokens), dtype)
-        # NaN until written: a row read before its time shows in every result.
+        # NaN until written: a row read too early makes every result NaN.
         shape = (config.draft_layers.stop, len(tokens), config.head_dim)
         self.windows = torch.full(shape, torch.nan, dtype=dtype)
         self.groups = {
@@ -87,7 +87,7 @@ class SequenceState:
         self._group = layout.group("window")
 
     def restore_window(self, snapshot: kvstore.WindowSnapshot) -> None:
-        """Take over the encoder window rows of a snapshot."""
+        """Set the encoder window rows of a snapshot."""
         rows = unpack(self._group, snapshot.rows["window"], self.windows.dtype)
         self.windows[: self._config.last_owner, snapshot.start : snapshot.stop] = rows
 
@@ -97,9 +97,9 @@ class SequenceState:
         return kvstore.WindowSnapshot(start, stop, {"window": rows}, source)
 
     def write_window(self, layer: int, start: int, rows: Tensor) -> None:
-        """Keep the window rows of tokens ``start``, ``start + 1``, ... unless they are restored ones.
+        """Write the window rows of tokens ``start``, ``start + 1``, ... except restored ones.
 
-        They pass through the format they are stored in, so that a restored row is this row.
+        They are rounded to their stored format, so that a restored row equals this row.
 
         Shapes:
             rows ``[n, head_dim]``.
@@ -114,7 +114,7 @@ class SequenceState:
     def read_window(self, layer: int, start: int, stop: int) -> Keys:
         """Return the window rows that queries at ``[start, stop)`` read.
 
-        Rows below the floor are not touched: zeros stand where they would be.
+        Zeros replace the rows before the floor.
 
         Shapes:
             returns ``[stop - start, W, head_dim]``, a view in which the windows overlap.
@@ -131,10 +131,10 @@ class SequenceState:
     def push_groups(
         self, layer: int, start: int, values: Tensor, scores: Tensor
     ) -> tuple[int, Tensor, Tensor]:
-        """Add token rows of an owner; return the groups they complete and the first one's number.
+        """Add token rows of an owner; return the groups that they complete, and the first one's number.
 
-        Groups below the write floor are entries that exist already and are left out. The rest of an
-        incomplete group waits here, because prefill may be cut inside a group.
+        Groups before the write floor have entries already and are left out. Rows of an incomplete
+        group are kept, because a chunk may end inside a group.
 
         Shapes:
             values and scores ``[n, head_dim]`` for tokens ``start``, ``start + 1``, ...; returns values
@@ -150,7 +150,7 @@ class SequenceState:
         return first, rows[0], rows[1]
 
     def rollback(self, end: int) -> None:
-        """Forget tokens from ``end`` on, which were run and turn out not to follow."""
+        """Remove the computed tokens from ``end`` on, which were rejected."""
         self.tokens[end:] = 0
         self.windows[:, end:] = torch.nan
         for rows in self.groups.values():
@@ -160,7 +160,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``[start, stop)`` of one sequence, to be run in one pass."""
+    """Tokens ``[start, stop)`` of one sequence, computed in one pass."""
 
     state: SequenceState
     start: int
@@ -173,12 +173,12 @@ class Chunk:
 
     @property
     def is_image(self) -> Tensor:
-        """Which of its rows stand for an image, bool ``[rows]``."""
+        """Which of its rows are of an image, bool ``[rows]``."""
         return self.state.is_image[self.start : self.stop]
 
 
 def rows_of(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, slice]]:
-    """Yield each chunk with the place of its rows among the rows of all."""
+    """Yield each chunk with the slice of its rows in the rows of all chunks."""
     first = 0
     for chunk in chunks:
         last = first + chunk.stop - chunk.start

@@ -1,8 +1,8 @@
-"""Images in a prompt: rows made of patch features, and what identifies them.
+"""Images in a prompt: embeddings of patch features, and digests.
 
-Every position of an image holds the same token, so token ids do not tell one image from another. A
-block's key therefore covers the image's digest and the place inside it, and a row that is run again
-needs the same features at the same place.
+Every position of an image has the same token, so token ids do not identify the image. So a block's hash
+covers the image's digest and the position in it, and a recomputed row needs the same features at the
+same position.
 
     start  (h rows of: w image rows, newline)  end
 """
@@ -17,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvstore.identity.block import ImageSpan
+import kvstore
 from kvstore.reference.weights import VisionWeights
 
 PREPROCESSING = b"kvstore.reference.vision.1"
-"""Part of every digest: another way to make rows of an image is another image."""
+"""In every digest: images with another preprocessing never match."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The patch features of an image, and where in the prompt it begins.
+    """The patch features of an image, and its start in the prompt.
 
     Shapes:
         patches float32 ``[height, width, vision_hidden]``, height and width multiples of ``ratio``.
@@ -35,11 +35,11 @@ class Image:
     start: int
     patches: NDArray[np.float32]
     ratio: int = 3
-    span: ImageSpan = field(init=False)
-    """The tokens it takes, and what identifies it: content, size and preprocessing."""
+    span: kvstore.ImageSpan = field(init=False)
+    """Its tokens, and a digest of content, size and preprocessing."""
 
     def __post_init__(self) -> None:
-        """Reject features that do not divide into squares, and name the others."""
+        """Raise ``ValueError`` for features that do not divide into squares; compute the span."""
         if self.patches.ndim != 3 or any(n < 1 or n % self.ratio for n in self.patches.shape[:2]):
             msg = (
                 f"patches must be [height, width, features] with height and width multiples of "
@@ -51,7 +51,7 @@ class Image:
         content = np.ascontiguousarray(self.patches, np.float32).tobytes()
         digest = hashlib.sha256(PREPROCESSING + shape + content).digest()
         stop = self.start + 2 + height * (width + 1)
-        object.__setattr__(self, "span", ImageSpan(self.start, stop, digest))
+        object.__setattr__(self, "span", kvstore.ImageSpan(self.start, stop, digest))
 
 
 def unshuffle(patches: Tensor, ratio: int) -> Tensor:

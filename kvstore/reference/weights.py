@@ -1,7 +1,4 @@
-"""Weights as plain tensors by name. They know shapes and nothing else.
-
-Random ones are the same in every process for one seed.
-"""
+"""Weights as plain tensors by name. Random weights of a seed are equal in every process."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from kvstore.reference.config import LayerSpec, Mode, ReferenceConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerWeights:
-    """What makes the global entries of a KV source.
+    """Weights for the global entries of a KV source.
 
     Shapes:
-        values and gate ``[hidden, head_dim]`` (gate is None at ratio 1: nothing to weigh), norm
+        values and gate ``[hidden, head_dim]`` (gate is None at ratio 1), norm
         ``[head_dim]``, index_key ``[head_dim, index_dim]``, index_norm ``[index_dim]``.
     """
 
@@ -35,7 +32,7 @@ class OwnerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexerWeights:
-    """What chooses global entries in an index source.
+    """Weights for the choice of global entries in an index source.
 
     Shapes:
         query ``[q_lora_rank, index_heads * index_dim]``, head ``[hidden, index_heads]``.
@@ -47,7 +44,7 @@ class IndexerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixWeights:
-    """What mixes the n streams of a residual around one sub-layer.
+    """Weights for mixing the n streams of a residual at one sub-layer.
 
     Shapes:
         project ``[n * hidden, 2 n + n * n]`` and bias ``[2 n + n * n]``: for A, C and B in this order.
@@ -59,7 +56,7 @@ class MixWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngramWeights:
-    """What turns looked-up rows into a gated addition to each of n streams.
+    """Weights for the gated addition of looked-up rows to each of n streams.
 
     Shapes:
         keys ``[columns * engram_dim, n * hidden]``, values ``[columns * engram_dim, hidden]``,
@@ -74,7 +71,7 @@ class EngramWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer.
+    """Weights of one layer.
 
     Shapes:
         norm ``[hidden]``, query_down ``[hidden, q_lora_rank]``, query_norm ``[q_lora_rank]``, query_up
@@ -103,7 +100,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWeights:
-    """The drafter: its layers, what feeds them, and its heads. Embedding and head are the model's.
+    """Weights of the drafter: layers, input projection and heads. Embedding and head are the model's.
 
     Shapes:
         project ``[targets * hidden, hidden]``, project_norm and norm ``[hidden]``, markov_in
@@ -121,7 +118,7 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionWeights:
-    """What makes rows of an image's patch features.
+    """Weights for the embedding of an image's patch features.
 
     Shapes:
         project ``[ratio * ratio * vision_hidden, hidden]``, start, newline and end ``[hidden]``.
@@ -135,7 +132,7 @@ class VisionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The whole model.
+    """Weights of the whole model.
 
     Shapes:
         embedding ``[vocab, hidden]``, norm ``[hidden]``, head ``[hidden, vocab]``.
@@ -149,11 +146,11 @@ class Weights:
     vision: VisionWeights | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, as a checkpoint holds them."""
+        """Return every tensor by name, as in a checkpoint."""
         return dict(_named(self, ""))
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """Return weights of this shape with other tensors; ``tensors`` names them all."""
+        """Return weights of this shape with other tensors; ``tensors`` has them all by name."""
         return _rebuilt(self, "", tensors)
 
 
@@ -192,24 +189,24 @@ def _rebuilt(node: _Node, name: str, tensors: Mapping[str, Tensor]) -> _Node:
 
 
 class _Source:
-    """Random matrices in a fixed order. NumPy's generator: its stream is the same everywhere."""
+    """Random matrices in a fixed order, from NumPy's generator, which is equal on all platforms."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._rng = np.random.default_rng(seed)
         self._dtype = dtype
 
     def matrix(self, rows: int, columns: int) -> Tensor:
-        """Keep the size of what passes: variance one over ``rows``. Returns ``[rows, columns]``."""
+        """Return ``[rows, columns]`` with variance ``1 / rows``, which keeps the variance of products."""
         values = self._rng.standard_normal((rows, columns)) / np.sqrt(rows)
         return torch.from_numpy(values).to(self._dtype)
 
     def norm(self, width: int) -> Tensor:
-        """Near one, not equal to it: an unapplied norm must show. Returns ``[width]``."""
+        """Return ``[width]`` near one, but not one: tests must detect a missing norm."""
         return torch.from_numpy(1.0 + 0.2 * self._rng.standard_normal(width)).to(self._dtype)
 
 
 def random_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype) -> Weights:
-    """Return the weights that belong to ``seed``."""
+    """Return the random weights of ``seed``."""
     source = _Source(seed, dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
     return Weights(
@@ -223,7 +220,7 @@ def random_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype) -> We
 
 
 def _layer(config: ReferenceConfig, spec: LayerSpec | None, source: _Source) -> LayerWeights:
-    """Return a layer of the table, or one of the drafter, which the table does not have."""
+    """Return a layer of the layer table, or with ``spec`` None a draft layer."""
     hidden, inner, rank = config.hidden_size, config.intermediate_size, config.q_lora_rank
     width = config.num_attention_heads * config.head_dim
     is_source = spec is not None and spec.index_source == spec.layer

@@ -1,4 +1,4 @@
-"""Classes of transformers, built small: what their own caches hold, and what layouts say of their configs.
+"""Small models of transformers' classes: their own caches, compared with the layouts of their configs.
 
 ``python -m tests.engine.classes`` prints the table of all of them: minutes. Also of configs that are unlike
 the usual ones, and whether a hit gives each class's logits of a cold run.
@@ -112,7 +112,7 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     "xglm": {"d_model": 64, "num_layers": 8, "attention_heads": 4, "ffn_dim": 64},
     "youtu": _LATENT,
 }
-"""What a class needs beside the common sizes; None leaves a field to it."""
+"""Config fields of a class besides the common sizes; None keeps its default."""
 
 
 _TEXT_CLASSES = {
@@ -128,7 +128,7 @@ class NotBuiltError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What the class of a model type holds, beside what a layout says of its config."""
+    """The cache of a model type's class, compared with the layout of its config."""
 
     verdict: str
     """equal, refused, not built, or WRONG."""
@@ -233,7 +233,7 @@ def has_windows(layout: kvstore.Layout, past: Cache, config: Any) -> bool:
 
 
 def predicted(layout: kvstore.Layout) -> int:
-    """Return the bytes that a layout says ``TOKENS`` tokens take; transformers keeps W - 1 of a window."""
+    """Return the bytes of ``TOKENS`` tokens by a layout; transformers keeps W - 1 rows of a window."""
     rows = max(0, min(TOKENS, layout.window_tokens - 1))
     window = sum(len(group.layers) * group.entry_bytes for group in layout.window_groups)
     return int(layout.bytes_per_token * TOKENS) + rows * window
@@ -286,7 +286,7 @@ def compare_wrapper(kind: str, text_kind: str) -> Compared:
 
 
 def text_kind_of(kind: str) -> str:
-    """Return the type of the language model that a wrapper has unless its config says otherwise."""
+    """Return the default type of a wrapper's language model."""
     inner = CONFIG_MAPPING[kind]().to_dict().get("text_config")
     return str(inner.get("model_type")) if isinstance(inner, Mapping) else ""
 
@@ -335,7 +335,7 @@ def _judged(layouts: list[kvstore.Layout], config: Any, class_name: str | None) 
 
 
 def _compared(layout: kvstore.Layout, model: Any, past: Cache) -> Compared:
-    """Compare a layout with a cache; a latent, of which transformers caches what it makes, by weights."""
+    """Compare a layout with a cache; a latent, which transformers caches expanded, by weights."""
     names = {group.name for group in layout.groups}
     if not names & {"latent", "index"}:
         is_equal = held(past) == predicted(layout)
@@ -430,7 +430,7 @@ def verdicts(kind: str, class_name: str | None = None) -> Iterator[tuple[str, Co
 
 
 def _table() -> Iterator[tuple[str, str, str, Compared]]:
-    """Give every verdict: the set, the type, the variation, and what was found."""
+    """Print every verdict: set, type, variation and result."""
     for kind, class_name in causal_classes().items():
         yield "causal classes", kind, "", compare(kind, class_name)
         for name, found in verdicts(kind, class_name):

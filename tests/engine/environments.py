@@ -31,19 +31,19 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINES = Path(__file__).resolve().parent
 LOCK = "requirements.txt"
 RECIPE = 1
-"""Counts changes of what ``build`` does with a lock; part of an environment's name."""
+"""Version of ``build``, in an environment's name."""
 NEEDED_BYTES = 5 * 10**9
 """Free disk that one build needs. An engine takes some 3 GB, and pip unpacks beside it."""
 STALE_SECONDS = 14 * 86400
 """An environment of another lock is removed once nobody has used it for so long."""
 UNFINISHED_SECONDS = 86400
-"""What an interrupted build left is removed after so long; until then it may still be going on."""
+"""Files of an interrupted build are removed after so long; until then it may still run."""
 TEST_TOOLS = ("pytest", "hypothesis")
-"""What ``tests/conftest.py`` needs, beside what kvstore itself depends on."""
+"""Packages that ``tests/conftest.py`` needs besides kvstore's dependencies."""
 
 
 class BuildError(Exception):
-    """An environment cannot be had; the message says what to do."""
+    """An environment cannot be built; the message says how to fix it."""
 
 
 # ---- names and numbers -----------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def check_torch(python: Path, lock: Lock) -> None:
 
 
 def judge_torch(found: Sequence[str], lock: Lock) -> None:
-    """Judge what torch says of itself: version, CUDA version, HIP version."""
+    """Check torch's version, CUDA version and HIP version."""
     if found[1:] == ["None", "None"] and found[0].split("+")[0] == lock.torch:
         return
     raise BuildError(
@@ -228,7 +228,7 @@ def judge_torch(found: Sequence[str], lock: Lock) -> None:
 
 
 def call(command: Sequence[str], doing: str) -> None:
-    """Run a command; what it says is shown. Raises ``BuildError`` if it fails."""
+    """Run a command and show its output. Raises ``BuildError`` if it fails."""
     status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     if status != 0:
         raise BuildError(f"{doing} failed with exit status {status}")
@@ -261,7 +261,7 @@ def tidy(engine: str, used: str, cache: Path, now: float) -> list[str]:
 
 
 def overlay(place: Path, folder: Path, root: Path = ROOT) -> Path:
-    """Make a throw-away environment over ``place`` with this clone installed; return its Python."""
+    """Make a temporary environment over ``place`` with this clone installed; return its Python."""
     call([sys.executable, "-m", "venv", str(folder)], "making a venv")
     python = folder / "bin" / "python"
     # Before the engine is visible: its setuptools would take the place of the one kvstore asks for.
@@ -287,7 +287,7 @@ def run_tests(engine: str, place: Path, root: Path = ROOT) -> int:
 
 
 def say(message: str) -> None:
-    """Print a line at once: what follows may be a subprocess's."""
+    """Print a line without buffering, before the output of a subprocess."""
     sys.stdout.write(message + "\n")
     sys.stdout.flush()
 

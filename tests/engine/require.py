@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REQUIRED = "KVSTORE_REQUIRE_ENGINE"
-"""Names the engine whose absence is a failure and not a skip."""
+"""The variable with the engine whose absence is a failure and not a skip."""
 
 
 def engine(name: str, *modules: str) -> None:

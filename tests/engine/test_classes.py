@@ -1,4 +1,4 @@
-"""Layouts beside the caches that transformers' own classes fill: one class for each way to say it.
+"""Layouts compared with caches of transformers' own classes: one class for each kind of config.
 
 All of them, with configs that are unlike the usual ones, are ``make torture-models``.
 """
@@ -103,7 +103,7 @@ def test_a_hit_of_an_unusual_class_gives_the_logits_of_a_cold_run(kind: str) -> 
 
 
 def test_the_adapter_refuses_a_latent() -> None:
-    """transformers itself expands a latent before it caches it: it is not what the layout says."""
+    """transformers expands a latent before it caches it, so its cache differs from the layout."""
     model = classes.build(classes.tiny_config("deepseek_v3"), CAUSAL["deepseek_v3"])
     with pytest.raises(
         kvstore.ConfigError, match=r"caches latent \(8 layers of 24\), expected plain"

@@ -1,4 +1,4 @@
-"""Environments of engines: their names, their locks, and what is kept, without building a real one."""
+"""Environments of engines: names, locks and cleaning, without building a real one."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_it_uses_the_standard_library_alone() -> None:
 def test_kvstore_is_installed_before_the_engine_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's setuptools, once visible, takes the place of the one that builds kvstore."""
+    """An engine's setuptools, once visible, replaces the one that builds kvstore."""
     place, folder = tmp_path / "engine", tmp_path / "overlay"
     for base in (place, folder):
         (base / "lib" / "python3" / "site-packages").mkdir(parents=True)

@@ -201,7 +201,7 @@ def test_what_was_generated_can_be_gone_on_from(kind: str, count: int, tmp_path:
 
 @every_kind
 def test_a_turn_after_a_turn_is_exact(kind: str, tmp_path: Path) -> None:
-    """What a warm run adds is itself gone on from: entries and windows of hits chain."""
+    """A warm prefill continues from the entries and windows of another warm prefill."""
     model = hybrid_model(kind)
     tokens, cuts, before = prompt(40), set[int](), 0
     with open_cache(tmp_path, model_layout(model)) as cache:
@@ -434,7 +434,9 @@ def test_a_replay_beyond_what_is_stored_is_refused() -> None:
     past = filled(model, prompt(20))
     layer = StoredLayer(past.layers[1], 18)
     states = past.layers[1].keys[:, :, :3]
-    with pytest.raises(ValueError, match="runs stored tokens only: found one at 20 of 20"):
+    with pytest.raises(
+        ValueError, match="needs a stored row for each token, found token 20 of 20 rows"
+    ):
         layer.update(states, states)
 
 

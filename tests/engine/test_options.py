@@ -1,4 +1,4 @@
-"""What an engine's options must say about the weights."""
+"""The option that identifies the weights."""
 
 from __future__ import annotations
 

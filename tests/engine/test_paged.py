@@ -18,10 +18,10 @@ from kvstore.engine.paged import (
     Saving,
     WindowPages,
     block_tokens_for,
+    final_tokens,
     images_within,
     longest_pooled,
     pages_of,
-    settled_tokens,
     shard_name,
     shard_of,
     window_boundaries,
@@ -49,7 +49,7 @@ def test_a_block_is_a_whole_number_of_every_groups_pages() -> None:
 def test_only_accepted_tokens_are_settled(
     known: int, computed: int, scheduled: int, settled: int
 ) -> None:
-    assert settled_tokens(known, computed, scheduled) == settled
+    assert final_tokens(known, computed, scheduled) == settled
 
 
 class TestSaving:
@@ -75,7 +75,7 @@ class TestSaving:
         saving.start(512, B, 3)
         saving.answer(512)
         saving.answer(128)
-        assert saving.underway == 512
+        assert saving.pending == 512
         saving.answer(512)
         assert saving == Saving(saved=128, _offered=512, _least=128)
 
@@ -85,17 +85,17 @@ class TestSaving:
         assert saving.finish(300, B, 2) == (128, 256)
         for _ in range(3):
             saving.answer(128)
-        assert saving.underway == 256
+        assert saving.pending == 256
         saving.answer(256)
-        assert saving.underway is None
+        assert saving.pending is None
 
     def test_a_request_that_ends_with_nothing_left(self) -> None:
         saving = Saving()
         assert saving.finish(100, B, 1) is None
-        assert saving.underway is None
+        assert saving.pending is None
         saving.start(128, B, 1)
         assert saving.finish(128, B, 1) is None
-        assert saving.underway == 128, "its blocks are still read"
+        assert saving.pending == 128, "its blocks are still read"
 
     def test_an_answer_that_nobody_waits_for_changes_nothing(self) -> None:
         saving = Saving(saved=128)

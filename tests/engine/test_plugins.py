@@ -1,4 +1,4 @@
-"""Adapters of engines that are not there, and the pool that their trailing pages live in."""
+"""Adapters without their engines, and the pool of trailing pages."""
 
 from __future__ import annotations
 

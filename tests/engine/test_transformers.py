@@ -178,7 +178,7 @@ def forge(cache: kvstore.PrefixCache, tokens: list[int], target: int, source: in
 
 @every_dtype
 def test_another_blocks_payload_shows_in_the_logits(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The negative control: what the exactness tests compare would notice wrong bytes."""
+    """The negative control: the exactness tests detect wrong bytes."""
     model = tiny_model(dtype)
     tokens = prompt(70)
     with open_cache(tmp_path, model_layout(model)) as cache:
@@ -240,7 +240,7 @@ def _retrained(model: Any) -> None:
 
 
 def _adapted(model: Any) -> None:
-    """What a LoRA adapter does, attached: parameters beside those that were there."""
+    """A module with an attached LoRA adapter: additional parameters."""
     model.model.layers[0].self_attn.q_proj.lora_A = torch.nn.Parameter(torch.ones(2, 3))
 
 
@@ -292,7 +292,7 @@ def test_a_tenant_of_its_own_is_an_option(tmp_path: Path) -> None:
             assert it.generate(tokens, 2).hit_tokens == hit
             it.cache.flush()
     with (
-        pytest.raises(ConfigError, match="tenant 'a' stands beside a namespace"),
+        pytest.raises(ConfigError, match="found tenant 'a' and a namespace"),
         open_adapter(model, tmp_path / "s", tenant="a", namespace=model_namespace(model)),
     ):
         pass

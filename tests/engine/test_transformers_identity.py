@@ -1,4 +1,4 @@
-"""What a transformers model computes decides what it is served: every row, and every change at run time.
+"""The identity of a transformers model: every setting, and every change at run time.
 
 A change is made to a model that is open already, and what it is then served must be what a run without
 the cache computes, to the last bit.
@@ -266,7 +266,7 @@ def test_a_change_of_an_open_model_is_another_identity(
 
 @pytest.mark.parametrize("change", ["another adapter", "a number in place", "one frequency"])
 def test_the_identity_is_that_of_the_model_opened_anew(change: str, tmp_path: Path) -> None:
-    """What a process stored after a change, the next one finds that opens with it."""
+    """A process finds the blocks that another one stored after the same change."""
     make, apply = CHANGES[change]
     model, other, tokens = make(), make(), prompt(3 * BLOCK + 5)
     apply(other)
@@ -445,7 +445,7 @@ every_kind = pytest.mark.parametrize("kind", MODELS)
 
 
 def plain_logits(model: Any, tokens: list[int]) -> Any:
-    """The last token's logits by transformers alone, in one piece."""
+    """The last token's logits by transformers alone, in one call."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([tokens])).logits[0, -1].float().numpy()
 
@@ -487,7 +487,7 @@ def test_a_request_is_never_served_keys_of_another_table(
 
 @every_rope
 def test_a_hit_under_such_a_table_is_the_cold_run_bit_for_bit(rope: str, tmp_path: Path) -> None:
-    """Its first piece ends where the other table would have been taken."""
+    """Its first chunk ends where the other table would be chosen."""
     for length in (ORIGINAL - BLOCK, ORIGINAL, ORIGINAL + 1, ORIGINAL + BLOCK + 1):
         tokens = prompt(length, seed=length)
         path = tmp_path / str(length)
@@ -611,8 +611,8 @@ def test_a_model_that_changes_before_it_is_kept_stores_nothing(
     assert stored == 2 * [kvstore.Stored(end=0, present=0, dropped=3)]
     assert [r.message for r in caplog.records if "changed between" in r.message] == [
         (
-            "the model changed between a prompt's prefill and its keep, so nothing of it was stored; "
-            "further ones are not reported"
+            "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
+            "further prompts are not logged"
         )
     ]
 
@@ -772,7 +772,7 @@ def test_a_write_past_autograd_outside_the_samples_is_not_seen() -> None:
 
 
 def test_a_namespace_of_another_generation_is_followed(tmp_path: Path) -> None:
-    """A changed model's part of the store goes with the generation of the namespace that was given."""
+    """The scope of a changed model follows the generation of the given namespace."""
     model, tokens = adapted_model(), prompt(3 * BLOCK + 5)
     with opened(model, tmp_path) as adapter:
         _activate(model)

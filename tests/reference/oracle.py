@@ -29,7 +29,7 @@ class Chosen:
 
 @dataclass(slots=True)
 class Oracle:
-    """One sequence from token ``start`` on; what lies below comes in as restored entries."""
+    """One sequence from token ``start`` on; earlier entries are restored."""
 
     config: ReferenceConfig
     weights: Weights
@@ -108,7 +108,7 @@ class Oracle:
     def _mix(
         self, w: MixWeights | None, x: Array, read: Array, output: Array
     ) -> tuple[Array, Array]:
-        """Return the next streams, and what the next sub-layer reads them with."""
+        """Return the next streams, and the coefficients with which the next sub-layer reads them."""
         if w is None:
             return x + output, read
         n, eps = len(x), self.config.hc_eps

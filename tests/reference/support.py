@@ -1,4 +1,4 @@
-"""What the tests of the reference engine share."""
+"""Shared helpers of the reference engine's tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "dspark_markov_rank": 16,
     },
 }
-"""What each system switches on."""
+"""The config fields that enable each system."""
 SYSTEMS["all"] = {name: value for system in SYSTEMS.values() for name, value in system.items()}
 
 LOGITS_EQUAL = 1e-9
@@ -92,7 +92,7 @@ def difference(one: Result, other: Result) -> float:
 
 
 def entries_equal(one: Result, other: Result, *, start: int = 0, stop: int | None = None) -> bool:
-    """Say whether the entries of tokens ``[start, stop)`` are byte-equal, by default to the end."""
+    """Return whether the entries of tokens ``[start, stop)`` are byte-equal, by default to the end."""
     for ratio in (1, 2):
         for kind in ("main", "index"):
             name = f"{kind}_r{ratio}"

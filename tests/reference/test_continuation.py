@@ -1,4 +1,4 @@
-"""At every prompt length: a continuation from a snapshot is the cold run, exactly where the law says.
+"""At every prompt length: a continuation from a snapshot equals the cold prefill where it must.
 
 A prompt of N tokens hits at H; of the encoder window, rows ``[H - R, H)`` are restored. Decoder replay
 runs rows ``[N - W, N)``, whose encoder windows reach down to ``N - 2 W + 1``. So entries are those of the
@@ -217,7 +217,7 @@ def test_with_128_rows_lengths_follow_the_law() -> None:
 
 @pytest.mark.parametrize("rows", [254, 128])
 def test_lengths_past_the_halo_continue_as_the_cold_run(rows: int) -> None:
-    """Beyond W + (layers - 1) (W - 1) tokens, what a row is made of no longer reaches the start."""
+    """After W + (layers - 1) (W - 1) tokens, a row no longer depends on the start."""
     config = dataclasses.replace(
         ReferenceConfig.tiny(sliding_window=128, **SYSTEMS["all"]), hidden_size=32
     )

@@ -77,7 +77,7 @@ def drafting(engine: ReferenceEngine, draft: Callable[[int], list[int]]) -> Refe
 
 
 def right(upto: int) -> Callable[[int], list[int]]:
-    """Propose five tokens, of which the first ``upto`` are what the model will choose."""
+    """Propose five tokens, of which the model will choose the first ``upto``."""
     answer = expected().new_tokens
 
     def draft(position: int) -> list[int]:
@@ -117,7 +117,7 @@ def test_the_drafters_own_drafts_are_verified_like_any_other() -> None:
 def test_the_cache_never_hears_of_a_draft(
     upto: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After drafts that fail in every way, it holds what plain decoding leaves, and continues it."""
+    """After drafts that fail in every way, the state equals that of plain decoding, and continues it."""
     tokens, answer = prompt_tokens(PROMPT), expected()
     whole = np.concatenate([tokens, np.array(answer.new_tokens, np.uint32)])
     with open_cache(tmp_path, SMALL, window_rows=30, block_tokens=BLOCK) as cache:

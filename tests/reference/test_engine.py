@@ -1,4 +1,4 @@
-"""What a request computes must not depend on what the cache gave it, up to where the law says so.
+"""The result of a request must not depend on the hit, within the limits of replay.
 
 The law, for a hit of H tokens, a prompt of N and R window rows kept below H: with a pooled window,
 global entries of the suffix are byte-equal to a cold run's; logits are equal exactly when
@@ -47,7 +47,7 @@ SMALL_BLOCK = 32
 
 @functools.cache
 def cold(length: int) -> Result:
-    """What a run without a cache computes for the first ``length`` tokens."""
+    """The result without a cache for the first ``length`` tokens."""
     return ReferenceEngine(CONFIG).prefill(TOKENS[:length])
 
 
@@ -62,7 +62,7 @@ def warm_engine(
 
 @functools.cache
 def left_behind(hit: int) -> tuple[kvstore.Entries, kvstore.WindowSnapshot]:
-    """What a cold run of ``hit + 1`` tokens leaves in a cache that keeps 2 W - 2 window rows."""
+    """A cache with 2 W - 2 window rows after a cold prefill of ``hit + 1`` tokens."""
     rows = 2 * W - 2
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,7 +86,7 @@ def fill(cache: kvstore.PrefixCache, hit: int, *, window: bool) -> None:
 def test_a_window_that_a_replay_made_is_offered_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that it never takes the place of one that was computed; what follows it is the engine's own."""
+    """So it never replaces a computed window; later windows are computed."""
     offered = []
     keep = kvstore.PrefixCache.put_window
 
@@ -164,7 +164,7 @@ def test_replay_of_a_whole_hit_equals_the_cold_run(suffix: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("window", [False, True], ids=["replay", "pool"])
 def test_restored_entries_are_reused_whoever_wrote_them(window: bool, tmp_path: Path) -> None:
-    """Rows run again below the hit would compute other entries; none may take their place."""
+    """Replayed rows before the hit compute other entries, which must not be written."""
     entries, snapshot = left_behind(HIT)
     # Other signs for half of the values: still valid FP4, and nothing this engine would write.
     foreign = {name: stored.copy() for name, stored in entries.items()}
@@ -296,7 +296,7 @@ def test_an_exact_repeat_finds_the_window_that_ends_where_it_hits(tmp_path: Path
 def test_the_next_turn_continues_from_the_end_of_output_as_a_cold_run_would(
     tmp_path: Path,
 ) -> None:
-    """What decoding one token at a time leaves behind is what a prefill would have computed."""
+    """Decoding one token at a time leaves the entries of a prefill."""
     rows = 2 * SMALL.sliding_window - 2
     tokens = TOKENS[:50]
     with open_cache(tmp_path, SMALL, window_rows=rows, block_tokens=SMALL_BLOCK) as cache:

@@ -1,4 +1,4 @@
-"""N-grams: where they lie, what spells the same, and that tables stay on disk."""
+"""N-grams: their rows, token classes, and tables that stay on disk."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_table_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_that_nobody_asks_for_stay_on_disk(tmp_path: Path) -> None:
-    """A table of 512 MiB, most of it holes: what of it is in memory afterwards is what was read."""
+    """A sparse table of 512 MiB: afterwards only the read pages are in memory."""
     path, row_bytes = tmp_path / "table", 33
     row_count = (512 << 20) // row_bytes
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Identity of the reference engine: its namespace covers what its model computes."""
+"""Identity of the reference engine: its namespace covers all facts that decide its results."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_place_of_an_image_decides(tmp_path: Path) -> None:
 
 
 def test_tables_that_were_there_are_part_of_the_weights(tmp_path: Path) -> None:
-    """Under one config and seed: what is in the folder decides, and not what would be made."""
+    """With one config and seed: the tables in the folder decide, not those that would be made."""
     made = ReferenceEngine(LOOKED_UP, tables=tables())
     shutil.copytree(tables(), tmp_path / "same")
     shutil.copytree(tables(), tmp_path / "other")

@@ -79,7 +79,7 @@ def cold(system: str) -> Result:
 
 
 def oracle_of(config: ReferenceConfig, **start: Any) -> Oracle:
-    """The model token by token, with what it reads besides tokens: tables, and images by position."""
+    """The model token by token, with its tables and images."""
     weights = random_weights(config, 0, torch.float64)
     decoded = {
         layer: table.gather(torch.arange(addresses(config)[layer].row_count)).numpy()

@@ -1,4 +1,4 @@
-"""The reasoning effort stands first, so it decides what two prompts share."""
+"""The reasoning effort comes first, so it decides the shared prefix of two prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One cache for many sessions: what any of them computes is what it would compute alone.
+"""One cache for many sessions: each result equals that of the session alone.
 
 A session whose windows came from the pool, never from a replay, continues the cold run; so its tokens
 are those of an engine without a cache. After a replay they are an approximation, and what must hold is
@@ -172,7 +172,7 @@ def test_eviction_shortens_hits_and_changes_no_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [True, False], ids=["pool", "replay"])
 def test_prefill_may_be_cut_anywhere_inside_the_replay(window: bool, tmp_path: Path) -> None:
-    """A chunk that ends below the hit stores nothing, and the next one goes on where it ended."""
+    """A chunk that ends before the hit stores nothing, and the next one continues at its end."""
     tokens = prompt_tokens(100, seed=7)
     entries = engine_of(SMALL).prefill(tokens).entries
     results = []

@@ -1,4 +1,4 @@
-"""Images: how their rows are made, and what tells one from another in the cache."""
+"""Images: their rows, and their identity in the cache."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_replay_without_the_features_of_its_image_is_refused(tmp_path: Path) -
 
 
 def test_the_image_token_is_never_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is generated comes back in the next prompt, where it would stand for an image."""
+    """Generated tokens are in the next prompt, where an image token would need an image."""
     engine = engine_of(SMALL)
     logits_of = engine.model.logits
 

@@ -1,5 +1,5 @@
-"""What may never happen to a store, tried: power cuts, kills, rot, full disks, forks, odd clocks.
+"""Fault injection against whole stores: power cuts, kills, corruption, full disks, forks, clock jumps.
 
-Each kind of torture takes a count: pytest runs a few cases of each, ``make torture`` the figures of
-docs/torture.md. ``python -m tests.torture --help`` says the rest.
+Each kind takes a count: pytest runs a few cases of each, ``make torture`` the counts in docs/torture.md.
+``python -m tests.torture --help`` lists kinds and options.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.torture``: run kinds of torture, print what was found."""
+"""``python -m tests.torture``: run kinds of torture, and print their findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.torture.kinds import KINDS, SELF_TESTS
 from tests.torture.runner import Outcome, run, table
 
 MEMORY = Path("/dev/shm")
-"""Where files cost no disk; what needs a real one says so."""
+"""A file system in memory, for kinds that need no disk."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -28,14 +28,14 @@ def _arguments() -> argparse.Namespace:
     figures = "\n".join(f"  {k.name:22} {k.small:>6} {k.full:>10,}  {k.about}" for k in KINDS)
     parser = argparse.ArgumentParser(
         prog="python -m tests.torture",
-        description="Try what may never happen to a store.",
+        description="Inject faults into stores, and check their promises.",
         epilog=f"kinds, and their counts at each scale:\n{figures}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "kinds", nargs="*", metavar="KIND", choices=[[], *known], help="default: all"
     )
-    parser.add_argument("--count", type=int, help="how many of each kind, instead of a scale")
+    parser.add_argument("--count", type=int, help="cases of each kind, instead of a scale")
     parser.add_argument("--scale", choices=["small", "full"], default="small")
     parser.add_argument("--seed", type=int, help="default: a random one, printed")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -58,7 +58,7 @@ def _progress(kind: str, began: float) -> Callable[[int, int], None]:
 
 
 def main() -> int:
-    """Run what was asked for; return 1 if anything was found."""
+    """Run the chosen kinds; return 1 if there are findings."""
     given = _arguments()
     seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
     base = MEMORY if os.access(MEMORY, os.W_OK) else None
@@ -68,7 +68,7 @@ def main() -> int:
         preload.restart_with_it("tests.torture", arguments, folder)
     folder = Path(os.environ["TORTURE_FOLDER"])
     disk = Path(tempfile.mkdtemp(prefix="torture-"))
-    logging.disable(logging.CRITICAL)  # a thousand broken stores each say so
+    logging.disable(logging.CRITICAL)  # each of a thousand broken stores logs
     print(f"seed {seed}", file=sys.stderr)
     outcomes: list[Outcome] = []
     for kind in given.kinds:
@@ -85,7 +85,7 @@ def main() -> int:
         print(table(outcomes))
     for place in (folder, disk):
         if any(item for kind in given.kinds for item in place.glob(f"{kind.name}-[0-9]*")):
-            print(f"what was found is kept in {place}", file=sys.stderr)
+            print(f"stores with findings are kept in {place}", file=sys.stderr)
         else:
             shutil.rmtree(place)
     return 0 if is_good else 1

@@ -1,4 +1,4 @@
-"""What surrounds a store: a clock that jumps by ten years, memory that runs short, a cap that is reached."""
+"""The environment of a store: a clock that jumps by ten years, little memory, a cap that is reached."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ TEN_YEARS = 3652.5 * DAY
 
 
 def clock_jumps(case: Case) -> list[Finding]:
-    """Let the wall clock jump by up to ten years, also across a restart.
+    """Make the wall clock jump by up to ten years, also across a restart.
 
-    Blocks without a time to live never notice. One with a time to live is gone when it is over, and
-    comes back with the clock at most as itself. Leases follow a clock of their own.
+    Blocks without a time to live stay. A block with a time to live is a miss after it, and at most a
+    correct hit if the clock jumps back. Leases use a monotonic clock.
     """
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, 8)
@@ -44,14 +44,14 @@ def clock_jumps(case: Case) -> list[Finding]:
 
     def visit(step: int) -> None:
         cache.lookup(lasting)
-        steady[0] += 31.0  # over the length of a lease
+        steady[0] += 31.0  # longer than a lease
         for name, prompt, expires in (("lasting", lasting, None), ("mortal", mortal, ends)):
             blocks, wrong = read_check(cache, prompt, name)
             findings.extend(wrong)
             is_due = expires is None or wall[0] < expires
             least = blocks_of(prompt) if is_due else 0
             if name == "mortal" and not is_due:
-                least = blocks  # what it shares with the lasting one stays
+                least = blocks  # blocks shared with the lasting prompt stay
                 if blocks > shared:
                     findings.append(Finding("other", f"step {step}: expired blocks are hits"))
             if blocks < least:
@@ -60,7 +60,7 @@ def clock_jumps(case: Case) -> list[Finding]:
             findings.append(Finding("other", f"step {step}: a jump of the clock evicted blocks"))
         held = sum(not pins.is_released for pins in inside(cache).leases._lent)
         if held > 3:
-            findings.append(Finding("other", f"step {step}: {held} leases outlive their time"))
+            findings.append(Finding("other", f"step {step}: {held} leases did not expire"))
 
     shared = _shared_blocks(lasting, mortal)
     ends = wall[0] + 30 * DAY
@@ -103,14 +103,14 @@ def _shared_blocks(one: Prompt, other: Prompt) -> int:
 # ---- memory ------------------------------------------------------------------------------------
 
 _GROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
-"""Where control groups limit memory: version 1, and version 2."""
+"""Folders and files that limit the memory of control groups, version 1 and 2."""
 MEMORY_BYTES = 32 << 20
-"""What a process may add to what it holds already, its share of the page cache included."""
+"""Memory limit of the control group, page cache included."""
 
 
 @contextmanager
 def little_memory() -> Iterator[Path | None]:
-    """Make a control group with little memory, for a child to enter; None where that is not allowed."""
+    """Make a control group with little memory for a child; None if that is not permitted."""
     for base, limit in _GROUPS:
         group = Path(base) / f"torture-{os.getpid()}"
         try:
@@ -127,11 +127,11 @@ def little_memory() -> Iterator[Path | None]:
 
 
 def memory_pressure(case: Case) -> list[Finding]:
-    """Write and read more than there is memory for: page cache, queue and all."""
+    """Write and read more data than memory, which has to hold page cache and queue."""
     with little_memory() as group:
         found = in_child(lambda: _under_pressure(case, group))
     if isinstance(found, Death):
-        return [Finding("crash", f"it died for want of memory: {found}")]
+        return [Finding("crash", f"it ran out of memory and died: {found}")]
     return [Finding(sort, text) for sort, text in found]
 
 
@@ -144,7 +144,7 @@ def _under_pressure(case: Case, group: Path | None) -> list[tuple[Sort, str]]:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         for number, prompt in enumerate(known):
             store(cache, prompt)
-            if number % 20 == 0:  # what waits for its commit is memory too
+            if number % 20 == 0:  # queued blocks take memory too
                 cache.flush()
         cache.flush()
         before = _anonymous_bytes()
@@ -158,7 +158,7 @@ def _under_pressure(case: Case, group: Path | None) -> list[tuple[Sort, str]]:
                 findings.append(("lost", f"prompt {number}: {blocks} blocks"))
         grown = _anonymous_bytes() - before
         if grown > MEMORY_BYTES:
-            findings.append(("other", f"reading took {grown} bytes of memory for good"))
+            findings.append(("other", f"reads leaked {grown} bytes of memory"))
     return findings
 
 
@@ -172,7 +172,7 @@ def _anonymous_bytes() -> int:
 
 
 def little_address_space(case: Case) -> list[Finding]:
-    """Refuse memory to a store in use: calls may fail with ``MemoryError``, blocks stay right."""
+    """Refuse memory to a store in use: calls may raise ``MemoryError``, blocks stay correct."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, 24)
     path = case.folder / "s"
@@ -203,7 +203,7 @@ def little_address_space(case: Case) -> list[Finding]:
 
 
 def turnovers(case: Case) -> list[Finding]:
-    """Store many times what fits, and measure the file behind every commit and delete."""
+    """Store many times the capacity, and measure the file after every commit and delete."""
     rng = case.rng()
     cap = rng.choice([1 << 20, 3 << 20])
     path = case.folder / "s"

@@ -1,4 +1,4 @@
-"""Rot: one bit of the file changed, or its end cut off. A block may be lost, never be wrong."""
+"""Corruption: one bit of the file flipped, or its end truncated. Blocks may be lost, never be wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES_PER_STORE = 200
 
 @lru_cache(maxsize=1)
 def _stored(shared: Path, seed: int) -> tuple[Path, tuple[Prompt, ...]]:
-    """Return a store that was written and closed, and what was stored in it."""
+    """Return the path of a written and closed store, and its prompts."""
     path, known = shared / "s", prompts(seed, PROMPTS)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -50,13 +50,13 @@ def _copy(case: Case) -> tuple[Path, tuple[Prompt, ...]]:
 
 
 def flip(case: Case) -> list[Finding]:
-    """Change one bit: anywhere, or in the bytes that make up trees; then read, write, read again."""
+    """Flip one bit, anywhere or in the bytes of B+ trees; then read, write and read again."""
     rng = case.rng()
     path, known = _copy(case)
     data = path / "data.mdb"
     size = data.stat().st_size
     offset = rng.randrange(size)
-    if rng.random() < 0.5:  # heads of pages, and meta pages: a payload is most of a file
+    if rng.random() < 0.5:  # headers of pages and meta pages: most bytes of the file are payload
         offset = min(size - 1, offset // 4096 * 4096 + rng.randrange(64))
         if rng.random() < 0.2:
             offset = rng.randrange(2) * 4096 + rng.randrange(152)
@@ -66,7 +66,7 @@ def flip(case: Case) -> list[Finding]:
 
 
 def flip_unchecked(case: Case) -> list[Finding]:
-    """Change one bit of a store that checks nothing of what it reads: this must find something."""
+    """Flip one bit of a store that verifies no reads: this must have findings."""
     checked = FrameFormat.scatter
 
     def scatter(self: FrameFormat, frame: memoryview, target: Places, block: int) -> None:
@@ -81,7 +81,7 @@ def flip_unchecked(case: Case) -> list[Finding]:
 
 
 def flip_under_an_owner(case: Case) -> list[Finding]:
-    """Change one bit while the store is open, so that no check of an opening sees it."""
+    """Flip one bit while the store is open, so that no check at open detects it."""
     rng = case.rng()
     path, known = _copy(case)
     data = path / "data.mdb"
@@ -110,10 +110,10 @@ def _flip(data: Path, offset: int, bit: int) -> None:
 
 
 def _look(path: Path, known: Sequence[Prompt]) -> list[Finding]:
-    """Read everything from a damaged store and write to it; what fails must heal by an opening."""
+    """Read everything from a damaged store and write to it; reopening must repair a failure."""
     try:
         findings = check(path, known, Promise(), is_damaged=True, ssd_bytes=CAP)
-    except KVStoreError:  # a write met the damage: the store says so, and the next opening repairs
+    except KVStoreError:  # a write reached the damage and raised; the next open repairs the store
         findings = []
     else:
         if not any(f.sort == "other" for f in findings):
@@ -124,7 +124,7 @@ def _look(path: Path, known: Sequence[Prompt]) -> list[Finding]:
 
 
 def _used(path: Path) -> int:
-    """Return where the last page ends that a store uses."""
+    """Return the end of the last used page."""
     env = lmdb.open(str(path), readonly=True, lock=False, max_dbs=8)
     try:
         return (int(env.info()["last_pgno"]) + 1) * 4096
@@ -136,11 +136,11 @@ SHARES = (0.99, 0.9, 0.5, 0.1, 0.004, 0.0)
 
 
 def truncate(case: Case) -> list[Finding]:
-    """Cut the end of the file off; an owner must see that at open, and a reader too."""
+    """Truncate the file; an owner and a reader must detect that at open."""
     rng = case.rng()
     path, known = _copy(case)
     data = path / "data.mdb"
-    size = _used(path)  # behind it is a hole, if the store was not closed
+    size = _used(path)  # a hole follows if the store was not closed
     share = rng.choice([*SHARES, rng.random()])
     left = min(size - 1, int(size * share))
     if rng.random() < 0.3:
@@ -168,4 +168,4 @@ KINDS: Sequence[Kind] = (
     Kind("flips-open", "one bit under an owner", flip_under_an_owner, 30, 2_000),
     Kind("truncations", "the end of the file cut off", truncate, 20, 200),
 )
-SELF_TEST = Kind("flips-unchecked", "must find something", flip_unchecked, 60, 500, must_find=True)
+SELF_TEST = Kind("flips-unchecked", "must have findings", flip_unchecked, 60, 500, must_find=True)

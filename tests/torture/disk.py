@@ -1,4 +1,4 @@
-"""A disk that is full, that fails to read, or that fails to sync: each a counter and one line of log."""
+"""A disk that is full, or fails to read, write or sync: each failure is a counter and one line of log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAP = 8 << 20
 
 
 class Lines(logging.Handler):
-    """The lines that the store logs."""
+    """The messages that the store logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Lines(logging.Handler):
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Collect what the store logs, and print none of it."""
+    """Collect the messages that the store logs, without printing them."""
     logger, handler, before = logging.getLogger("kvstore"), Lines(), logging.root.manager.disable
     logging.disable(logging.NOTSET)
     logger.addHandler(handler)
@@ -62,7 +62,7 @@ def logged() -> Iterator[list[str]]:
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[bool]:
-    """Make ``folder`` a file system of ``size`` bytes; say whether this process may."""
+    """Mount a file system of ``size`` bytes at ``folder``; yield whether this process may."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "torture", str(folder)]
     is_mounted = (
@@ -77,7 +77,7 @@ def small_disk(folder: Path, size: int) -> Iterator[bool]:
 
 
 def full_disk(case: Case) -> list[Finding]:
-    """Fill a file system smaller than the cap, free some, go on; without one, refuse writes."""
+    """Fill a file system smaller than the cap, free space, continue; without one, make writes fail."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, PROMPTS)
     size = rng.randrange(320 << 10, 1 << 20) // 4096 * 4096
@@ -97,11 +97,11 @@ def full_disk(case: Case) -> list[Finding]:
             preload.heal()
             _use(cache, known, rng, promise)
         findings = [
-            Finding("other", f"it said {line!r} {lines.count(line)} times")
+            Finding("other", f"it logged {line!r} {lines.count(line)} times")
             for line in set(lines)
             if lines.count(line) > 1
         ]
-        # Reopened elsewhere: on a disk that is full of this store there may be no room to open it.
+        # Reopened elsewhere: on the full disk there may be no space to open it.
         shutil.copytree(path, case.folder / "s")
     return findings + check(case.folder / "s", known, promise, ssd_bytes=CAP)
 
@@ -114,7 +114,7 @@ def _use(cache: Any, known: Sequence[Prompt], rng: random.Random, promise: Promi
 
 
 def failing_reads(case: Case) -> list[Finding]:
-    """Let reads fail: each is a miss, counted, told once; nothing is raised and nothing wrong."""
+    """Make reads fail: each is a miss, counted and logged once; nothing raises, no block is wrong."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, 12)
     path = case.folder / "s"
@@ -143,12 +143,12 @@ def failing_reads(case: Case) -> list[Finding]:
                 findings.append(Finding("other", text))
         told = [line for line in lines if "unusable" in line]
         if len(told) > 1:
-            findings.append(Finding("other", f"it said so {len(told)} times: {told[:3]}"))
+            findings.append(Finding("other", f"it logged {len(told)} lines: {told[:3]}"))
     return findings
 
 
 def failing_medium(case: Case) -> list[Finding]:
-    """Let writes or syncs fail for good: read-only, an alarm, reads go on; reopening heals."""
+    """Make writes or syncs fail permanently: read-only, an alarm, reads continue; reopening repairs."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, 12)
     path = case.folder / "s"
@@ -170,7 +170,7 @@ def failing_medium(case: Case) -> list[Finding]:
         if flush(cache, known, lambda told: None):
             findings.append(Finding("lost", "a flush was acknowledged by a disk that fails"))
         stats = cache.stats() if operation == preload.SYNC else None
-        if stats is not None:  # after a failed meta page LMDB refuses all calls, statistics too
+        if stats is not None:  # after a failed meta page LMDB refuses all calls, also statistics
             if not stats["tiers"]["ssd"]["is_read_only"] or not stats["alarms"]:
                 findings.append(Finding("other", "a disk that fails raised no alarm"))
             if not stats["counters"]["write_errors"]:
@@ -178,7 +178,7 @@ def failing_medium(case: Case) -> list[Finding]:
         for number, prompt in enumerate(known):
             findings += read_check(cache, prompt, number)[1]
         if any(lines.count(line) > 1 for line in lines):
-            findings.append(Finding("other", f"it said so again and again: {lines}"))
+            findings.append(Finding("other", f"it logged a line more than once: {lines}"))
         preload.heal()
     preload.heal()
     return findings + check(path, known, promise, ssd_bytes=CAP)
@@ -187,5 +187,5 @@ def failing_medium(case: Case) -> list[Finding]:
 KINDS: Sequence[Kind] = (
     Kind("full-disk", "a file system smaller than the cap", full_disk, 4, 100),
     Kind("failing-reads", "input/output errors of reads", failing_reads, 10, 1_000),
-    Kind("failing-medium", "writes or syncs that fail for good", failing_medium, 15, 500),
+    Kind("failing-medium", "writes or syncs that fail permanently", failing_medium, 15, 500),
 )

@@ -1,7 +1,7 @@
-"""Ctrl-C at any moment of what opens, fills, flushes, closes and keeps a store: nothing half done.
+"""Ctrl-C at any moment while a store is opened, filled, flushed, closed or maintained.
 
-Two ways of choosing the moment. A count: at the n-th place where the interpreter looks for signals, which
-is the same every time and sweeps every line. A time: a signal from outside, also while it waits.
+The moment is a count or a time. A count: the n-th point at which the interpreter checks for signals, which
+is reproducible and covers every line. A time: a signal from outside, also during a wait.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tests.torture.runner import Case, Finding, Kind
 
 CAP = 8 << 20
 SETTLE_SECONDS = 20.0
-"""Most time until threads that were told to end have ended: far above any."""
+"""Most time until stopped threads have ended: far above the usual time."""
 _UNCHECKED = frozenset({len, isinstance, list.append})
-"""Calls after which the interpreter does not look for signals. Source: specializer of CPython 3.11."""
+"""Calls after which the interpreter does not check for signals. Source: specializer of CPython 3.11."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """A Ctrl-C of ours, told from another one."""
+    """A Ctrl-C of this module, distinct from a real one."""
 
 
 @contextmanager
 def at_place(place: int) -> Iterator[list[int]]:
-    """Raise at the n-th place where signals are looked for: entries of functions, ends of calls into C.
+    """Raise at the n-th point of a signal check: entries of functions, ends of calls into C.
 
-    Counts the places; with 0 it raises nowhere.
+    It counts the points; with 0 it never raises.
     """
     seen = [0]
 
@@ -61,7 +61,7 @@ def at_place(place: int) -> Iterator[list[int]]:
 
 @contextmanager
 def at_time(seconds: float) -> Iterator[None]:
-    """Send this process a signal after a time, from a thread as from outside."""
+    """Send a signal to this process after a time, from a thread."""
     main, lock, over = threading.main_thread().ident, threading.Lock(), threading.Event()
     assert main is not None
 
@@ -88,11 +88,11 @@ def at_time(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# ---- what is interrupted -----------------------------------------------------------------------------
+# ---- interrupted work --------------------------------------------------------------------------------
 
 
 class Work:
-    """One thing to do with a store, and what it leaves to look at."""
+    """Work with a store, and the state to check afterwards."""
 
     def __init__(self, path: Path, rng: random.Random) -> None:
         self.path = path
@@ -102,13 +102,13 @@ class Work:
         self.held: list[PrefixCache | BlockStore] = []
 
     def prepare(self) -> None:
-        """Do what is not interrupted."""
+        """Do the part that is not interrupted."""
         with open_cache(self.path, LAYOUT, ssd_bytes=CAP) as cache:
             store(cache, self.prompts[0])
         self.flushed.append(self.prompts[0])
 
     def run(self) -> None:
-        """Do what is interrupted."""
+        """Do the part that is interrupted."""
         self.held.append(open_cache(self.path, LAYOUT, ssd_bytes=CAP))
         cache = self.held[0]
         assert isinstance(cache, PrefixCache)
@@ -120,7 +120,7 @@ class Work:
 
 
 class WithBlock(Work):
-    """The same in the form in which it is written most, with reads."""
+    """The same work as a ``with`` statement, with reads."""
 
     def run(self) -> None:
         with open_cache(self.path, LAYOUT, ssd_bytes=CAP, scrub_bytes_per_second="1MiB") as cache:
@@ -146,7 +146,7 @@ class Secret(Work):
 
 
 class Upkeep(Work):
-    """Tools that own a store for a moment."""
+    """Maintenance tools that own a store for a short time."""
 
     def run(self) -> None:
         file = self.path.with_name("a.tar")
@@ -164,7 +164,7 @@ def _quiet(done: int, total: int) -> None:
 WORKS: Sequence[type[Work]] = (Work, Work, Work, WithBlock, WithBlock, Secret, Upkeep)
 
 
-# ---- what must be so afterwards ----------------------------------------------------------------------
+# ---- checks afterwards -------------------------------------------------------------------------------
 
 
 def _tasks() -> int:
@@ -172,7 +172,7 @@ def _tasks() -> int:
 
 
 def _descriptors(below: Path) -> dict[str, int]:
-    """Count what this process has open of stores below a folder, by name."""
+    """Count the open files of stores below a folder, by name."""
     found: dict[str, int] = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -183,19 +183,19 @@ def _descriptors(below: Path) -> dict[str, int]:
 
 
 def _interrupted(work: Work, moment: Any) -> bool:
-    """Do the work with an interrupt; say whether it came."""
+    """Do the work with an interrupt; return whether it was raised."""
     try:
         with moment:
             work.run()
     except Interrupt:
         return True
-    except RuntimeError as error:  # of a condition that was cut off while it let its lock go
+    except RuntimeError as error:  # of a condition interrupted while it released its lock
         return isinstance(error.__context__, Interrupt)
     return False
 
 
 def _left(folder: Path, tasks: int) -> list[Finding]:
-    """Say what is still there once all is closed."""
+    """Return findings for threads and files left after closing."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while _tasks() > tasks and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""kill -9: a writer dies at a random moment, or just before a write or a sync of its choice."""
+"""kill -9 of a writer at a random moment, or just before a chosen write or sync."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CYCLES_PER_STORE = 50
 CAP = 1 << 20
 PROMPTS = 24
 _promises: dict[Path, Promise] = {}
-"""What the store that this process goes on with was promised by writers that are dead."""
+"""Promises to dead writers, by the store that this process continues with."""
 
 
 def take(promise: Promise, told: dict[str, Any]) -> None:
-    """Note what a writer told."""
+    """Record a message of a writer."""
     if "deleted" in told:
         promise.deleted(told["deleted"])
     else:
@@ -29,7 +29,7 @@ def take(promise: Promise, told: dict[str, Any]) -> None:
 
 
 def kill_cycle(case: Case) -> list[Finding]:
-    """Let one more writer store, kill it, and look at everything."""
+    """Start one more writer, kill it, and check the whole store."""
     rng = case.rng()
     path = case.shared / "s"
     seed = case.seed * 10_007 + case.number // CYCLES_PER_STORE
@@ -40,7 +40,7 @@ def kill_cycle(case: Case) -> list[Finding]:
 
     def main(send: Callable[[Any], None]) -> None:
         preload.begin(case.shared)
-        if rng.random() < 0.5:  # the moments that matter are rare: name them
+        if rng.random() < 0.5:  # the moments around writes and syncs are rare: choose them
             preload.kill(rng.choice([preload.WRITE, preload.SYNC]), skip=rng.randrange(40))
         write(path, known, rng, send, ssd_bytes=CAP)
 

@@ -19,4 +19,4 @@ KINDS: Sequence[Kind] = (
 )
 
 SELF_TESTS: Sequence[Kind] = (power.SELF_TEST, damage.SELF_TEST)
-"""What a harness must find that can: stores with a promise taken out of them."""
+"""Kinds that must have findings: stores without syncs or without checks."""

@@ -1,7 +1,7 @@
 """A cache against a dict: no wrong byte, no hit that was never stored, no lost block, no leaked pin.
 
-``CacheModel`` does one operation at a time and checks it. Hypothesis drives it for small examples
-(tests/cache/test_machine.py), a seeded generator for long runs.
+``CacheModel`` does and checks one operation at a time. Hypothesis drives it for small examples
+(tests/cache/test_machine.py), a seeded generator for long tests.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CAPACITY = 1 << 20
 WINDOW = WINDOWED.window_tokens
 WINDOW_TTL = 300.0
 QUOTA = 64 << 10
-"""Of the second tenant: 16 blocks, some more than its longest prompt."""
+"""Quota of the second tenant: 16 blocks, a few more than its longest prompt."""
 Identity = tuple[int, int, int, tuple[int, ...]]
-"""Tenant, generation, image and walk: what tells one prefix from all others."""
+"""The identity of a prefix: tenant, generation, image and walk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Prompt:
 
     walk: tuple[int, ...]
     tail: int = 0
-    """Tokens behind the last whole block."""
+    """Tokens after the last whole block."""
     image: int = 0
-    """0 for none; others lie in blocks 1 and 2 of a prompt that is long enough."""
+    """0 for none; an image is in blocks 1 and 2 of a prompt of at least 3 blocks."""
     tenant: int = 0
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """Token ids; those of an image are the same whatever it shows."""
+        """Token ids, which are equal for all images."""
         return _tokens(self.walk, self.tail)
 
     @property
@@ -74,7 +74,7 @@ class Prompt:
         return self.image > 0 and len(self.walk) > 2
 
     def prefix(self, blocks: int, generation: int) -> Identity:
-        """Return what identifies the first ``blocks`` blocks."""
+        """Return the identity of the first ``blocks`` blocks."""
         image = self.image if self._has_image and blocks > 1 else 0
         return (self.tenant, generation, image, self.walk[:blocks])
 
@@ -99,7 +99,7 @@ def _tokens(walk: tuple[int, ...], tail: int) -> NDArray[np.uint32]:
 def _entries(
     walk: tuple[int, ...], image: int, tenant: int, generation: int
 ) -> dict[str, NDArray[np.uint8]]:
-    """Entries of everything that tells prompts apart, so that a mix-up shows in the bytes."""
+    """Return entries that depend on the whole identity, so that a mix-up shows in the bytes."""
     ids = _tokens(walk, BLOCK - 1).astype(np.uint64)
     ids[0] += np.uint64(1_000_003 * tenant + 10_000_019 * generation)
     if image:
@@ -108,7 +108,7 @@ def _entries(
 
 
 def window_of(identity: Identity, start: int, stop: int) -> WindowSnapshot:
-    """Return the window that ends a prefix: rows that no other prefix has."""
+    """Return the window at the end of a prefix, different for every prefix."""
     salt = zlib.crc32(repr(identity).encode())
     rows = {}
     for group in WINDOWED.window_groups:
@@ -122,10 +122,10 @@ def window_of(identity: Identity, start: int, stop: int) -> WindowSnapshot:
 
 
 class CacheModel:
-    """One cache, what it may know, and what is held of it.
+    """One cache, the prefixes that it may have, and the matches held on it.
 
-    Nothing may be drawn from what is resident, which depends on how commits fell together: a choice
-    is a number that is cut to size.
+    No random choice may depend on the resident blocks, which depend on the timing of commits: a choice
+    is a number modulo a size.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -133,9 +133,9 @@ class CacheModel:
         self.clock = Clock()
         self.generations = [0, 0]
         self.known: dict[Identity, float] = {}
-        """Prefixes that were offered since they were last cleared, with the end of their time."""
+        """Prefixes stored since the last clear, with their expiry."""
         self.windows: dict[Identity, float] = {}
-        """Prefixes whose window was put, with the end of its time."""
+        """Prefixes with a pooled window, with its expiry."""
         self.held: list[tuple[Match, PinnedPages | None, Prompt, int]] = []
         self._failing: list[BaseException] = []
         self._open()
@@ -166,7 +166,7 @@ class CacheModel:
         tier_of(self.cache).put = put  # type: ignore[method-assign,assignment]
 
     def end(self) -> None:
-        """Let go of everything and remove the files."""
+        """Release all matches, close the cache and remove the files."""
         self._failing.clear()
         self.let_go()
         self.cache.close()
@@ -183,7 +183,7 @@ class CacheModel:
         pin: bool = False,
         is_full: bool = False,
     ) -> None:
-        """Offer a prompt from block ``skipped`` on; with ``is_full`` the queue has no room."""
+        """Store a prompt from block ``skipped`` on; with ``is_full`` the queue has no room."""
         scope, generation = self.scopes[prompt.tenant], self.generations[prompt.tenant]
         blocks = len(prompt.walk)
         start = min(skipped, blocks)
@@ -219,7 +219,7 @@ class CacheModel:
             scope.unpin(prompt.tokens, images=prompt.images)
 
     def store_and_find(self, prompt: Prompt) -> None:
-        """What was stored, flushed and neither dropped nor failed is a hit."""
+        """Store and flush a prompt: it is a hit unless blocks were dropped or a write failed."""
         self.store(prompt)
         before = self._losses()
         if not self.flush() or owned(self.cache).is_read_only or self._failing:
@@ -236,7 +236,7 @@ class CacheModel:
         return lost + counters.evicted_blocks["ssd"]
 
     def read(self, prompt: Prompt, request_id: str | None = None) -> None:
-        """Look a prompt up and read it."""
+        """Look up a prompt and read it."""
         scope = self.scopes[prompt.tenant]
         generation = self.generations[prompt.tenant]
         with scope.lookup(prompt.tokens, request_id, images=prompt.images) as match:
@@ -247,12 +247,12 @@ class CacheModel:
             self._check_entries(prompt, found, generation)
 
     def probe(self, prompt: Prompt) -> None:
-        """Ask without leaving a trace."""
+        """Probe a prompt."""
         match = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
         self._check_hit(prompt, match)
 
     def forget(self, prompt: Prompt) -> None:
-        """Look up, and never use it: its lease must end by itself."""
+        """Look up a prompt without using the match: its lease must expire."""
         self.scopes[prompt.tenant].lookup(prompt.tokens, images=prompt.images)
 
     def _check_hit(self, prompt: Prompt, match: Match) -> None:
@@ -278,7 +278,7 @@ class CacheModel:
         self.held.append((match, pages, prompt, self.generations[prompt.tenant]))
 
     def let_go(self) -> None:
-        """Read what is held once more, and leave it."""
+        """Read the held matches again, and release them."""
         for match, pages, prompt, generation in self.held:
             found = self.scopes[prompt.tenant].read(match)
             assert found.tokens == match.hit_tokens, "a held match lost blocks"
@@ -297,7 +297,7 @@ class CacheModel:
             )
 
     def put_window(self, prompt: Prompt, choice: int) -> None:
-        """Give the pool the window that ends a prefix."""
+        """Put the window at the end of a prefix into the pool."""
         blocks = len(prompt.walk)
         least = -(-WINDOW // BLOCK)
         if blocks < least:
@@ -310,7 +310,7 @@ class CacheModel:
             self.windows[identity] = self.clock.now + WINDOW_TTL
 
     def window(self, prompt: Prompt) -> None:
-        """Ask for a window: from the pool, or rebuilt, it is that of its prefix."""
+        """Request a window: pooled or replayed, it is that of its prefix."""
         generation = self.generations[prompt.tenant]
 
         def hook(requests: Sequence[ReplayRequest]) -> list[WindowSnapshot]:
@@ -338,7 +338,7 @@ class CacheModel:
         self.clock.now += seconds
 
     def flush(self) -> bool:
-        """Flush; say whether that was acknowledged, which it is unless a write fails."""
+        """Flush; return whether it was acknowledged, which it must be unless a write failed."""
         try:
             self.cache.flush()
         except StoreError:
@@ -348,7 +348,7 @@ class CacheModel:
         return True
 
     def reopen(self) -> None:
-        """Close and open: the same blocks are there, in the same generations."""
+        """Close and open: the resident blocks and generations stay the same."""
         if self.held:
             return
         self._failing.clear()
@@ -362,7 +362,7 @@ class CacheModel:
         assert now == before or (back and now <= before | back)
 
     def clear(self, tenant: int) -> None:
-        """Clear one tenant; the other notices nothing."""
+        """Clear one tenant; the other keeps its blocks."""
         if self.held:
             return
         with suppress(StoreError):
@@ -373,14 +373,14 @@ class CacheModel:
                     del known[key]
 
     def bump_generation(self, tenant: int) -> None:
-        """Begin a new generation of weights: nothing of the old one is a hit any more."""
+        """Begin a new generation of weights: no block of the old one is a hit."""
         self.generations[tenant] += 1
         assert self.scopes[tenant].bump_generation() == self.generations[tenant]
 
     # ---- faults --------------------------------------------------------------------------------
 
     def fail_writes(self, count: int, sort: int) -> None:
-        """Let the next commits fail; three in a row end writing until the store is reopened."""
+        """Make the next commits fail; after three in a row the store is read-only until it is reopened."""
         errors: list[Callable[[], BaseException]] = [
             lambda: lmdb.MapFullError("full"),
             lambda: lmdb.DiskError("No space left on device"),
@@ -389,7 +389,7 @@ class CacheModel:
         self._failing = [errors[sort % len(errors)]() for _ in range(count)]
 
     def damage(self, prompt: Prompt, choice: int, *, lose: bool) -> None:
-        """Change a block's bytes on the medium, or lose it: the hit shortens, nothing is wrong."""
+        """Corrupt or delete a block on the medium: the hit is shorter, no byte is wrong."""
         if self.held or not self.flush():
             return
         scope = self.scopes[prompt.tenant]
@@ -411,14 +411,14 @@ class CacheModel:
             found = scope.read(match)
             assert number * BLOCK <= found.tokens == match.hit_tokens
             is_bad = lose or (record is not None and record.page > 0)
-            if is_bad and not match.residency.get("device"):  # where it may be whole
+            if is_bad and not match.residency.get("device"):  # its copy there may be intact
                 assert found.tokens == number * BLOCK, "a bad block was handed out"
             self._check_entries(prompt, found, self.generations[prompt.tenant])
 
-    # ---- what always holds ---------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------
 
     def resident(self) -> set[bytes]:
-        """Return the keys that the index holds."""
+        """Return the keys in the index."""
         return {bytes(key) for segment in owned(self.cache).index for key in segment.block_keys()}
 
     def check_accounts(self) -> None:
@@ -466,7 +466,7 @@ class CacheModel:
 
 _ACCOUNTS_EVERY = 50
 OPERATIONS = 1_000
-"""Of one store; then a new one begins, so that a failure is found again from its own seed."""
+"""Operations on one store; the next store has its own seed, so that a failure is reproducible."""
 
 
 def _prompt(rng: random.Random) -> Prompt:
@@ -475,7 +475,7 @@ def _prompt(rng: random.Random) -> Prompt:
 
 
 def _operations(model: CacheModel, rng: random.Random) -> list[tuple[int, Callable[[], object]]]:
-    """Return operations with how often each comes; every choice is drawn whatever the state."""
+    """Return weighted operations; every random choice is drawn in every state."""
     n, odds, prompt = rng.randrange(1 << 16), rng.random(), _prompt(rng)
     ttl = rng.choice((None, None, None, 10.0, 1000.0))
     return [

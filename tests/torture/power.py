@@ -1,9 +1,9 @@
-"""Power cuts: a journal of what a writer asked of its files, and what a disk may hold of it.
+"""Power cuts: a journal of a writer's file operations, and the disk images that a cut may leave.
 
-A cut comes behind any call, or in the middle of one. What was synced before it is there. Of what was
-not, any sector may be there or not, in the version of any write; a file may have grown without its
-data; and a name may be missing until its directory was synced. After a *failed* sync the kernel has
-given up: each pending sector either reached the disk or never will, whatever syncs succeed later.
+A cut comes after any call, or during one. Data synced before it is on disk. Of other data, any sector may
+be on disk or not, in the version of any write; a file may have grown without its data; and a name may be
+missing until its directory was synced. After a *failed* sync the kernel drops the pending pages: each
+sector either reached the disk or never will, even if later syncs succeed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event:
 
 
 def events_of(journal: bytes) -> list[Event]:
-    """Return the calls that a journal holds."""
+    """Return the calls in a journal."""
     found, at = [], 0
     while at < len(journal):
         kind, size, inode, offset = _HEAD.unpack_from(journal, at)
@@ -59,15 +59,15 @@ def events_of(journal: bytes) -> list[Event]:
 
 @dataclass(slots=True)
 class _File:
-    """A file: what surely is on disk, and what was asked for since, in order."""
+    """A file: its synced content, and the later calls in order."""
 
     disk: bytearray = field(default_factory=bytearray)
     cache: bytearray = field(default_factory=bytearray)
-    """The file as its writer sees it."""
+    """The file as its writer reads it."""
     pending: list[Event] = field(default_factory=list)
 
     def ask(self, event: Event) -> None:
-        """Change the file. A kernel writes whole pages of what it caches, not what was written."""
+        """Apply a call. The kernel writes back whole pages of its cache, not the written bytes."""
         if event.kind == RESIZED:
             _resize(self.cache, event.offset)
             self.pending.append(event)
@@ -79,7 +79,7 @@ class _File:
         self.pending.append(Event(event.kind, event.inode, start, whole))
 
     def settle(self, keep: _Keep | None) -> None:
-        """Let what is pending reach the disk: all of it, or what ``keep`` chooses."""
+        """Write the pending calls to disk: all of them, or those that ``keep`` chooses."""
         for event in self.pending:
             if event.kind == RESIZED:
                 if keep is None or keep.whole():
@@ -90,7 +90,7 @@ class _File:
                 for start, stop in keep.sectors(event.offset, len(event.data)):
                     begin = event.offset
                     _write(self.disk, start, event.data[start - begin : stop - begin])
-                if keep.whole():  # the size is one thing, the data another
+                if keep.whole():  # size and data reach the disk independently
                     end = event.offset + len(event.data)
                     _resize(self.disk, max(len(self.disk), end))
         self.pending = []
@@ -109,7 +109,7 @@ def _resize(disk: bytearray, size: int) -> None:
 
 
 class _Keep:
-    """Which unsynced sectors reached the disk: each by itself, with a chance that one cut shares."""
+    """The choice of unsynced sectors that reached the disk: independent, with one probability per cut."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -129,21 +129,21 @@ class _Keep:
 
 
 class Disk:
-    """What a disk holds while a journal is played."""
+    """The disk during the replay of a journal."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._files: dict[int, _File] = {}
         self._inode: dict[str, int] = {}
-        """Of every name, as the writer sees it."""
+        """The inode of every name, as the writer sees it."""
         self._folders: set[int] = set()
         self._names: dict[str, int] = {}
-        """Names that surely are on disk."""
+        """Synced names."""
         self._renames: list[tuple[str, tuple[str, ...], dict[str, int]]] = []
-        """Changes of names that are not synced: their directory, names that go, names that come."""
+        """Unsynced changes of names: their directory, removed names, new names."""
 
     def play(self, event: Event) -> None:
-        """Do what one call did."""
+        """Apply one call."""
         if event.kind == OPENED:
             name = event.data.decode()
             self._inode[name] = event.inode
@@ -191,7 +191,7 @@ class Disk:
         self._renames = left
 
     def cut(self, to: Path) -> None:
-        """Write what the disk holds after a cut to ``to``."""
+        """Write the disk after a cut to ``to``."""
         keep = _Keep(self._rng)
         for file in self._files.values():
             file.settle(keep)
@@ -199,7 +199,7 @@ class Disk:
         for _, gone, come in self._renames:
             if names.whole():
                 self._apply(gone, come)
-        for name in sorted(self._names):  # folders before what is in them
+        for name in sorted(self._names):  # folders before their contents
             inode, place = self._names[name], to / name
             if inode in self._folders:
                 place.mkdir(mode=0o700)
@@ -210,17 +210,19 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a writer did, and the seed of the prompts it did it with."""
+    """The calls of a writer, and the seed of its prompts."""
 
     events: list[Event]
     seed: int
 
     def image(self, rng: random.Random, to: Path) -> tuple[Promise, int]:
-        """Write the disk after a random cut to ``to``; return what was promised before it."""
-        # Most calls are writes; half the cuts come just behind something else, where orders show.
+        """Write the disk after a random cut to ``to``; return the promise at the cut."""
+        # Most calls are writes; half of the cuts follow another call, where the order matters.
         cuts = range(1, len(self.events) + 1)
         failed = [n for n in cuts if self.events[n - 1].kind == SYNC_FAILED]
-        if failed and rng.random() < 0.8:  # what a failed sync takes back shows soon or never
+        if (
+            failed and rng.random() < 0.8
+        ):  # the effect of a failed sync shows in the next calls or never
             cuts = range(failed[0], min(failed[0] + 40, len(self.events) + 1))
         steps = [n for n in cuts if self.events[n - 1].kind not in (WRITTEN, WRITTEN_SYNC)]
         at = rng.choice(steps) if rng.random() < 0.5 else rng.choice(cuts)
@@ -241,7 +243,7 @@ class Recording:
 def record(
     folder: Path, seed: int, *, is_synced: bool = True, failed_sync: int | None = None
 ) -> Recording:
-    """Let a writer run below ``folder`` and return its journal."""
+    """Run a writer below ``folder`` and return its journal."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     journal = folder / "journal"
@@ -274,7 +276,7 @@ def _check_image(case: Case, recording: Recording) -> list[Finding]:
     promise, at = recording.image(case.rng(), case.folder)
     findings = check(case.folder / "s", prompts(recording.seed, PROMPTS), promise, ssd_bytes=CAP)
     return [
-        Finding(f.sort, f"cut behind call {at} of {len(recording.events)}: {f.text}; {case.folder}")
+        Finding(f.sort, f"cut after call {at} of {len(recording.events)}: {f.text}; {case.folder}")
         for f in findings
     ]
 
@@ -289,19 +291,19 @@ def _seed(case: Case) -> int:
 
 
 def images(case: Case) -> list[Finding]:
-    """One image of a writer that syncs."""
+    """Check one image of a writer that syncs."""
     return _check_image(case, _recording(case.shared, _seed(case)))
 
 
 def images_after_a_failed_sync(case: Case) -> list[Finding]:
-    """One image of a writer of whose syncs one failed."""
+    """Check one image of a writer with one failed sync."""
     seed = case.seed * 10_007 + case.number // 10
     failed = random.Random(repr(("failed sync", seed))).randrange(40)
     return _check_image(case, _recording(case.shared, seed, failed_sync=failed))
 
 
 def images_without_sync(case: Case) -> list[Finding]:
-    """One image of a writer that does not sync: this kind must find something."""
+    """Check one image of a writer that does not sync: this kind must have findings."""
     return _check_image(case, _recording(case.shared, _seed(case), is_synced=False))
 
 
@@ -315,5 +317,5 @@ KINDS: Sequence[Kind] = (
     ),
 )
 SELF_TEST = Kind(
-    "images-without-sync", "must find something", images_without_sync, 60, 500, must_find=True
+    "images-without-sync", "must have findings", images_without_sync, 60, 500, must_find=True
 )

@@ -1,9 +1,9 @@
-/* What a process asks of its files, written down in order, and failed where a test says so.
+/* A journal of a process's file operations in order, with injected failures.
  *
- * Loaded with LD_PRELOAD. It does nothing until torture_begin names a folder; from then on every
+ * Loaded with LD_PRELOAD. It does nothing until torture_begin names a folder. From then on every
  * creation, write, truncation, rename and sync below that folder is a record of the journal, in the
- * order in which the kernel saw them: one lock is held around each call and its record. lock.mdb and
- * owner.lock are no part of it: they mean nothing after a crash.
+ * kernel's order: one lock is held during each call and its record. lock.mdb and owner.lock are left
+ * out: they have no meaning after a crash.
  *
  * A record is a head (kind, bytes of data, inode, offset; little-endian) and its data.
  */
@@ -55,7 +55,7 @@ static void put(const void *data, size_t size) {
   NEXT(write);
   for (const char *at = data; size > 0;) {
     ssize_t done = next_write(journal, at, size);
-    if (done < 0) abort(); /* a journal with a hole would blame the store */
+    if (done < 0) abort(); /* a journal with a gap would cause false findings */
     at += done;
     size -= (size_t)done;
   }

@@ -1,4 +1,4 @@
-"""The library of preload.c: compiled when needed, and called from the process it is loaded into."""
+"""The library of preload.c: compiled when needed, and called from its own process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FOR_EVER = 1 << 60
 
 
 def is_loaded() -> bool:
-    """Say whether this process runs with the library."""
+    """Return whether the library is loaded in this process."""
     return hasattr(ctypes.CDLL(None), "torture_begin")
 
 
 def build(folder: Path) -> Path:
-    """Compile the library. Raises ``RuntimeError`` with what the compiler said."""
+    """Compile the library. Raises ``RuntimeError`` with the compiler's output."""
     library = folder / "preload.so"
     flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     command = [os.environ.get("CC", "cc"), *flags, "-o", str(library), str(SOURCE), "-ldl"]
@@ -40,19 +40,19 @@ def restart_with_it(module: str, arguments: Sequence[str], folder: Path) -> None
 
 
 def begin(folder: Path, journal: Path | None = None) -> None:
-    """Watch the files below ``folder``, and write down what happens to them."""
+    """Watch the files below ``folder``, and record their operations in ``journal``."""
     to = b"" if journal is None else os.fsencode(journal)
     ctypes.CDLL(None).torture_begin(os.fsencode(folder), to)
 
 
 def mark(text: str) -> None:
-    """Put a text into the journal, between what happened before and what happens after."""
+    """Append a text to the journal, after all earlier operations."""
     data = text.encode()
     ctypes.CDLL(None).torture_mark(data, ctypes.c_size_t(len(data)))
 
 
 def fail(operation: int, error: int = errno.EIO, *, skip: int = 0, count: int = 1) -> None:
-    """After ``skip`` more calls, let ``count`` calls of an operation fail with ``error``."""
+    """After ``skip`` more calls, make ``count`` calls of an operation fail with ``error``."""
     ctypes.CDLL(None).torture_fault(operation, ctypes.c_long(skip), ctypes.c_long(count), error)
 
 
@@ -62,7 +62,7 @@ def kill(operation: int, *, skip: int) -> None:
 
 
 def heal() -> None:
-    """Let every operation succeed again."""
+    """Make every operation succeed again."""
     for operation in (WRITE, SYNC, READ):
         fail(operation, count=0)
 

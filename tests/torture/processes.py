@@ -1,4 +1,4 @@
-"""Forked children, and readers and writers that are killed in the middle of their work."""
+"""Forked children, and readers and writers that are killed during their work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = 24
 
 
 def fork(case: Case) -> list[Finding]:
-    """Fork while the store works: the child is refused or opens its own; the parent goes on."""
+    """Fork while the store works: the child is refused or opens its own store; the parent continues."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, PROMPTS)
     path = case.folder / "s"
@@ -87,7 +87,7 @@ def _read_for_ever(path: Path, known: Sequence[Prompt], seed: float) -> None:
 
 
 def _kill_readers(path: Path, known: Sequence[Prompt], rng: random.Random) -> list[Finding]:
-    """Start readers one after the other and kill each; one that died before that is a finding."""
+    """Start readers one after the other and kill each; an earlier death is a finding."""
     findings = []
     for _ in range(4):
         seed = rng.random()
@@ -101,7 +101,7 @@ def _kill_readers(path: Path, known: Sequence[Prompt], rng: random.Random) -> li
 
 
 def killed_readers(case: Case) -> list[Finding]:
-    """Kill readers while an owner turns its blocks over: the file stays below its cap."""
+    """Kill readers while an owner replaces its blocks: the file stays below its cap."""
     rng = case.rng()
     known = prompts(case.seed * 10_007 + case.number % 7, PROMPTS)
     path = case.folder / "s"

@@ -1,7 +1,7 @@
-"""Prompts that fork from each other, what belongs to each, and the check that a store knows no other.
+"""Prompts with shared prefixes, their entries, and the check of a store against them.
 
-Every byte of an entry follows from all tokens up to its own, so bytes of another block, of another
-prompt or of nothing at all are told from the right ones.
+Every byte of an entry depends on all tokens up to its own, so bytes of another block, of another prompt
+or of no prompt differ from the right ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prompts(seed: int, count: int, longest: int = 16) -> tuple[Prompt, ...]:
 
 
 def blocks_of(prompt: Prompt) -> int:
-    """Return how many whole blocks a prompt can hit."""
+    """Return the most blocks that a prompt can hit."""
     return (len(prompt) - 1) // BLOCK
 
 
@@ -57,7 +57,7 @@ def expected_of(prompt: Prompt) -> dict[str, NDArray[np.uint8]]:
 
 
 def store(cache: Scope, prompt: Prompt, **options: Any) -> Any:
-    """Store what a cache does not know of a prompt."""
+    """Store the blocks of a prompt that a cache lacks."""
     return cache.store(prompt, expected_of(prompt), wait=30, **options)
 
 
@@ -68,7 +68,7 @@ def keys_of(cache: Scope, prompt: Prompt) -> list[str]:
 
 
 def read_check(cache: Scope, prompt: Prompt, name: object) -> tuple[int, list[Finding]]:
-    """Read the hit of a prompt; return how many blocks came, and wrong ones."""
+    """Read the hit of a prompt; return the number of blocks, and findings of wrong bytes."""
     with cache.lookup(prompt) as match:
         found = cache.read(match)
     if found.tokens > blocks_of(prompt) * BLOCK:
@@ -82,17 +82,17 @@ def read_check(cache: Scope, prompt: Prompt, name: object) -> tuple[int, list[Fi
 
 @dataclass(slots=True)
 class Promise:
-    """What a writer was promised: blocks whose flush came back, less those evicted since."""
+    """The promise to a writer: blocks of an acknowledged flush, less those evicted since."""
 
     kept: dict[int, int] = field(default_factory=dict)
     """By number of the prompt: leading blocks that an acknowledged flush covers."""
     keys: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By key: the prompts that the block belongs to, and its place in each."""
+    """By key: the prompts of the block, and its number in each."""
     is_made: bool = False
-    """Whether any flush came back."""
+    """Whether any flush was acknowledged."""
 
     def flushed(self, resident: Mapping[str, int], keys: Mapping[str, Sequence[str]]) -> None:
-        """Note a flush that came back, with what was resident just after."""
+        """Record an acknowledged flush, with the resident blocks just after it."""
         self.is_made = True
         for name, blocks in resident.items():
             number = int(name)
@@ -103,7 +103,7 @@ class Promise:
                     owners.append((number, place))
 
     def deleted(self, keys: Iterable[str]) -> None:
-        """Note blocks that are about to be deleted: from here on they may be gone."""
+        """Record blocks that are about to be deleted: from now on they may be missing."""
         for key in keys:
             for number, place in self.keys.get(key, ()):
                 self.kept[number] = min(self.kept.get(number, 0), place)
@@ -117,11 +117,11 @@ def check(
     is_damaged: bool = False,
     **options: Any,
 ) -> list[Finding]:
-    """Open a store as its owner and compare everything in it with what may be there.
+    """Open a store as its owner and compare its blocks with the prompts and the promise.
 
-    ``is_damaged`` says that someone changed its file: then blocks may be missing and counted bad,
-    and the store may be set aside, but nothing may be wrong. One that was never promised anything
-    may be set aside too: it was cut while it was made. Afterwards the store must work.
+    With ``is_damaged`` its file was changed: blocks may be missing and counted as bad, and the store
+    may be set aside, but no block may be wrong. A store without a promise may be set aside too: it was
+    cut while it was made. Afterwards the store must work.
     """
     promised = promise.is_made
     try:

@@ -1,4 +1,4 @@
-"""Running cases in processes that may die, and counting what went wrong."""
+"""Runner of cases in processes that may die, with a count of findings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from typing import Any, Literal
 Sort = Literal["wrong", "lost", "crash", "other"]
 SORTS: tuple[Sort, ...] = ("wrong", "lost", "crash", "other")
 CASE_SECONDS = 600
-"""Deadline of one case: far above any, so what reaches it hangs."""
+"""Deadline of one case: far above every case, so a case that reaches it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that must not happen.
+    """A broken promise.
 
-    ``wrong``: bytes that were never stored for these tokens. ``lost``: what an acknowledged flush
-    covered is gone. ``crash``: a process died of us. ``other``: any other broken promise.
+    ``wrong``: bytes that were never stored for these tokens. ``lost``: a block of an acknowledged
+    flush is missing. ``crash``: a process died unexpectedly. ``other``: any other broken promise.
     """
 
     sort: Sort
@@ -37,19 +37,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case of a kind: everything random in it follows from the seed and its number."""
+    """One case of a kind: its randomness depends on the seed and its number only."""
 
     seed: int
     number: int
     amount: int
-    """How many of the kind's units this case is to do."""
+    """Units of the kind in this case."""
     folder: Path
-    """Its own, empty, removed when nothing was found."""
+    """The case's own empty folder, removed without findings."""
     shared: Path
-    """The kind's: it outlives cases, so one can go on where another stopped."""
+    """The kind's folder, in which a case can continue another one's work."""
 
     def rng(self, *salt: int) -> random.Random:
-        """Return a generator that no other case shares."""
+        """Return a random generator of this case."""
         return random.Random(repr((self.seed, self.number, *salt)))
 
 
@@ -60,20 +60,20 @@ class Kind:
     name: str
     about: str
     work: Callable[[Case], list[Finding]]
-    """Does one case, in a process of its own kind that may crash."""
+    """Does one case, in a process that may crash."""
     small: int
     full: int
     batch: int = 1
     """Units of the count in one case."""
     on_disk: bool = False
-    """Whether it needs a file system that the kernel writes back."""
+    """Whether it needs a file system with write-back."""
     must_find: bool = False
-    """Whether it tests the harness: what it finds is expected, and not kept."""
+    """Whether it tests the harness: its findings are expected, and not kept."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a kind."""
+    """The result of a kind."""
 
     kind: str
     count: int
@@ -84,7 +84,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Say whether nothing was found."""
+        """Return whether there are no findings."""
         return not any(self.findings.values())
 
 
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a child ended that said nothing."""
+    """The exit status of a child that failed."""
 
     status: int
 
@@ -124,7 +124,7 @@ class Child:
         self._pipe = os.fdopen(reader, "rb")
 
     def lines(self) -> Iterator[Any]:
-        """Yield what the child sends until it ends; a line cut short by its death is none."""
+        """Yield the values that the child sends until it ends, without an incomplete last line."""
         for line in self._pipe:
             if line.endswith(b"\n"):
                 yield json.loads(line)
@@ -134,7 +134,7 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> Death | None:
-        """Wait for its end; return how it died, None if all was well."""
+        """Wait for its end; return its death, None if it exited with 0."""
         self._pipe.close()
         _, status = os.waitpid(self.pid, 0)
         return Death(status) if status else None
@@ -146,7 +146,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns in a forked child (JSON), or the ``Death`` of the child."""
+    """Return the result of ``work`` in a forked child (JSON), or the ``Death`` of the child."""
     child = Child(lambda send: send(work()))
     values = list(child.lines())
     death = child.wait()
@@ -159,13 +159,13 @@ def in_child(work: Callable[[], Any]) -> Any:
 def _do(kind: Kind, case: Case) -> list[Finding]:
     try:
         return kind.work(case)
-    except Exception:  # a bug of store or harness, told like any finding
+    except Exception:  # a bug of store or harness, reported as a finding
         return [Finding("other", traceback.format_exc(limit=-6))]
 
 
 @contextmanager
 def _alarm(seconds: int) -> Iterator[None]:
-    """Kill a process that hangs, with a trace of where."""
+    """Kill a process that hangs, with a stack trace."""
 
     def give_up(*_: object) -> None:
         traceback.print_stack()

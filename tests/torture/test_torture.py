@@ -1,4 +1,4 @@
-"""A few cases of every kind, in a process of their own; and that the harness finds what is broken."""
+"""A few cases of every kind, in one process; and tests that the harness has findings for broken stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def torture(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, Any]]:
-    """One process for all kinds: starting one takes as long as most of them."""
+    """One process for all kinds: its start takes as long as most kinds."""
     _, found, _ = torture("--seed", "20")
     return {outcome["kind"]: outcome for outcome in found}
 
@@ -52,7 +52,7 @@ def test_nothing_is_wrong_lost_or_crashed(kind: str, outcomes: dict[str, dict[st
     ("kind", "sort"), [("images-without-sync", "lost"), ("flips-unchecked", "wrong")]
 )
 def test_a_store_without_its_promise_is_found_out(kind: str, sort: str) -> None:
-    """The harness can fail: without sync acknowledged flushes are lost, without checks bytes are wrong."""
+    """The harness can fail: without syncs flushes are lost, without checks bytes are wrong."""
     status, (outcome,), _ = torture(kind, "--seed", "20")
     assert status == 1
     assert outcome["findings"][sort] > 0

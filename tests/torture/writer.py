@@ -1,4 +1,4 @@
-"""A process that stores, and tells what it was promised. It imports no torch."""
+"""A process that stores prompts, and reports the store's promises. It imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole_batches() -> Iterator[None]:
 
 @contextmanager
 def without_sync() -> Iterator[None]:
-    """Open LMDB as it must never be opened: the self-test of the harness."""
+    """Open LMDB without syncs: the self-test of the harness."""
     real = lmdb.open
 
     def careless(*args: Any, **options: Any) -> lmdb.Environment:
@@ -65,11 +65,11 @@ def write(
     steps: float = math.inf,
     **options: Any,
 ) -> None:
-    """Store prompts in a random order, flushing now and then; at the end, close or not."""
+    """Store prompts in a random order, with random flushes; at the end, close or not."""
     assert "torch" not in sys.modules, "a writer needs no torch"
     try:
         cache = open_cache(path, LAYOUT, role="owner", **options)
-    except KVStoreError:  # a disk that fails just then: try again, like a person
+    except KVStoreError:  # the disk failed at that moment: try again, as a user would
         cache = open_cache(path, LAYOUT, role="owner", **options)
     tell_deletes(cache, tell)
     at = 0
@@ -89,14 +89,14 @@ def _step(cache: PrefixCache, known: Sequence[Prompt], rng: random.Random) -> No
     cut = rng.randint(1, blocks_of(prompt)) * BLOCK + 1
     if kind < 0.02:
         cache.clear()
-    elif kind < 0.12:  # a use, which is written with the next commit
+    elif kind < 0.12:  # a use, written with the next commit
         cache.lookup(prompt)
     else:
         store(cache, prompt[:cut], ttl=rng.choice([None, None, 1e9]))
 
 
 def flush(cache: PrefixCache, known: Sequence[Prompt], tell: Tell) -> bool:
-    """Flush, and tell what is promised if that came back."""
+    """Flush; if it is acknowledged, report the promised blocks."""
     try:
         cache.flush()
     except KVStoreError:
@@ -112,5 +112,5 @@ def flush(cache: PrefixCache, known: Sequence[Prompt], tell: Tell) -> bool:
 
 
 def as_text(told: dict[str, Any]) -> str:
-    """Return what was told as one line."""
+    """Return a report as one line."""
     return json.dumps(told, separators=(",", ":"))

@@ -1,21 +1,12 @@
-"""vLLM keeps its KV cache in kvstore: ``kvstore.engine.vllm:KVStoreConnector``.
-
-See docs/vllm.md. Importing this without vLLM raises ``ImportError``.
-"""
+"""Connector of vLLM: ``kvstore.engine.vllm:KVStoreConnector``. See docs/vllm.md."""
 
 from __future__ import annotations
 
-from kvstore.distribution import install_command
+from kvstore.engine.options import engine_missing
 
 try:
-    import vllm as _vllm  # noqa: F401 - whether it is there
+    from kvstore.engine.vllm.connector import KVStoreConnector
 except ImportError as error:
-    _MESSAGE = (
-        "kvstore.engine.vllm needs vLLM, which cannot be imported here "
-        f"({error}); install it, then run: {install_command('vllm')} (docs/vllm.md)"
-    )
-    raise ImportError(_MESSAGE) from error
-
-from kvstore.engine.vllm.connector import KVStoreConnector
+    engine_missing("vllm", "vLLM 0.32", error)
 
 __all__ = ["KVStoreConnector"]

@@ -1,7 +1,7 @@
-"""``KVStoreConnector``: vLLM's interface in front of the scheduler's side and the worker's side.
+"""``KVStoreConnector``: vLLM's connector interface over ``SchedulerSide`` and ``WorkerSide``.
 
-vLLM makes two of them, one in the scheduler and one in each worker. Both describe the engine alike
-and open the same folders: a worker owns the store of its rank, the scheduler reads all of them.
+vLLM makes one in the scheduler and one in each worker. All open the same folders: a worker owns the
+store of its rank, the scheduler reads the stores of all ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvstore
 from kvstore.engine.paged import shard_name, shard_of
-from kvstore.engine.vllm.faults import log, log_as_vllm
 from kvstore.engine.vllm.groups import engine_layout
+from kvstore.engine.vllm.log import log, log_as_vllm
 from kvstore.engine.vllm.messages import Identity, StepPlan, StoreStats, WorkerReport
 from kvstore.engine.vllm.options import Options, adapter_rule, base_namespace, check_supported
 from kvstore.engine.vllm.scheduler import SchedulerSide
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def attention_backends(config: VllmConfig) -> list[str]:
-    """Return which attention backend each loaded layer of an engine uses."""
+    """Return the attention backend of each loaded layer of an engine."""
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
     return sorted(
         f"{name} {'.'.join(layer.get_attn_backend().full_cls_name())}"
@@ -58,14 +58,14 @@ def attention_backends(config: VllmConfig) -> list[str]:
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Keeps the prefix cache of a vLLM engine in a store on SSD, across restarts.
+    """A vLLM connector that keeps the engine's prefix KV on SSD, across restarts.
 
     Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``,
     ``secret``, ``fixed_weights``.
 
     Raises:
-        ConfigError: for other options, pipeline or context parallelism, or a kind of KV cache that
-            cannot be described. A store that cannot be opened is logged, and every lookup misses.
+        ConfigError: for an unknown option, pipeline or context parallelism, or an unknown kind of KV
+            cache. A store that cannot be opened is logged, and every lookup misses.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -79,7 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
         self._is_identified = False
-        """Whether the workers have said whose cache it is, in the connector of the scheduler."""
+        """In the scheduler: whether all workers reported the same namespace."""
         is_worker = role == KVConnectorRole.WORKER
         base = base_namespace(
             vllm_config,
@@ -108,12 +108,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     secret=options.secret,
                     **rights,
                 )
-            except Exception as error:  # a store costs hits, an engine that stops every request
-                is_ours = isinstance(error, KVStoreError)
+            except Exception as error:  # an engine without a store still serves requests
                 log.error(
-                    "nothing is loaded from %s, and nothing stored there: %s",
+                    "%s cannot be opened, so nothing is loaded or stored there: %s",
                     *(folder, error),
-                    exc_info=None if is_ours else error,
+                    exc_info=None if isinstance(error, KVStoreError) else error,
                 )
                 return None
             self._stores.append(opened)
@@ -130,9 +129,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             if vllm_config.model_config.enable_sleep_mode and not options.fixed_weights:
                 log.warning(
-                    "whenever this engine sleeps it forgets what is stored, as vLLM resets connectors "
-                    "in the same way for new weights; if it never gets other weights while it runs, "
-                    "set fixed_weights to true in kv_connector_extra_config"
+                    "stored blocks become unreachable whenever this engine sleeps, because vLLM resets "
+                    "connectors for sleep as for new weights; if the weights never change while it "
+                    "runs, set fixed_weights to true in kv_connector_extra_config"
                 )
             shards = sorted({shard_of(rank, replicas) for rank in range(ranks)})
             found = [store(rank, role="reader") for rank in shards]
@@ -162,13 +161,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """What decides, in the connector of the scheduler."""
-        assert self._scheduler is not None, "a worker's connector decides nothing"
+        """The planner, in the connector of the scheduler."""
+        assert self._scheduler is not None, "a worker's connector plans nothing"
         return self._scheduler
 
     @property
     def worker_side(self) -> WorkerSide:
-        """What copies, in the connector of a worker."""
+        """The loads and saves, in the connector of a worker."""
         assert self._worker is not None, "the scheduler's connector has no KV cache"
         return self._worker
 
@@ -182,17 +181,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take vLLM's KV tensors."""
+        """Register vLLM's KV tensors."""
         self.worker_side.register(kv_caches)
 
     @override
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Return whose cache this is: only who has loaded the model knows all that decides it."""
+        """Return the namespace, which a process can compute only after it loaded the model."""
         return Identity(self._base)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Let go of blocks that this step gives to other requests."""
+        """End the transfers of blocks that this step gives to other requests."""
         assert isinstance(kv_connector_metadata, StepPlan)
         self.worker_side.begin(kv_connector_metadata)
 
@@ -222,13 +221,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose saves, and whose loads, are over."""
+        """Return the requests whose saves ended, and those whose loads ended."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose saves and loads are over, and those whose load failed."""
+        """Return the requests whose saves ended, whose loads ended, and whose load failed."""
         sent, received, failed = self.worker_side.finished(self._plan)
         return KVConnectorTransferResults(sent, received, failed)
 
@@ -239,40 +238,40 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return what the scheduler's connector has to know."""
+        """Return the report to the scheduler's connector."""
         return self.worker_side.take_report()
 
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counters since the last call."""
         side = self._worker if self._worker is not None else self.scheduler_side
         stats = side.stats()
         return None if stats.is_empty() else stats
 
     @override
     def shutdown(self) -> None:
-        """Finish what is under way and close the stores."""
+        """End all transfers and close the stores."""
         if self._worker is not None:
             self._worker.close()
         for opened in self._stores:
             try:
                 opened.close()
             except KVStoreError as error:
-                log.error("what was saved last may be lost: %s", error)
+                log.error("the last saves may be lost: %s", error)
 
     # ---- scheduler -----------------------------------------------------------------------------
 
     @property
     @override
     def requires_kv_delivery(self) -> bool:
-        """A cache may drop a save: it is a later miss."""
+        """False: a cache may drop a save, which is a later miss."""
         return False
 
     @override
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take in whose cache this is, as every worker says; without a word nothing is looked up."""
+        """Adopt the namespace that all workers report. Without one nothing is looked up."""
         said = {item.base for item in metadata.values() if isinstance(item, Identity)}
         self._is_identified = len(said) == 1
         if self._is_identified:
@@ -280,13 +279,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def on_new_request(self, request: Request) -> None:
-        """Begin to follow a request, unless it is not known whose cache this is."""
+        """Begin to track a request, if the namespace is known."""
         if self._is_identified:
             self.scheduler_side.add(request)
             return
         self.scheduler_side.faults.say(
-            "the workers have not said, or not alike, what they compute with: nothing is stored or "
-            "loaded; serve all ranks on machines of one kind with one vLLM"
+            "the workers reported no namespace or different ones, so nothing is stored or loaded; "
+            "serve all ranks on machines of one kind with one vLLM"
         )
 
     @override
@@ -301,13 +300,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Take note of a request's blocks, and load into them what vLLM expects."""
+        """Record a request's blocks, and plan the load that vLLM expects."""
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
         self.scheduler_side.admit(request, ids, num_external_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """Return what the workers do in this step."""
+        """Return the plan of this step for the workers."""
         state = scheduler_output.kv_connector_block_state
         return self.scheduler_side.plan(
             scheduler_output.num_scheduled_tokens.items(),
@@ -317,7 +316,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in what the workers did."""
+        """Process the reports of the workers."""
         report: KVConnectorWorkerMetadata | None = connector_output.kv_connector_worker_meta
         assert report is None or isinstance(report, WorkerReport)
         self.scheduler_side.take_report(
@@ -351,17 +350,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def reset_cache(self) -> bool:
-        """Forget everything stored, as after a weight update; nothing where weights are fixed."""
+        """Make stored blocks unreachable, as for a weight update; not with ``fixed_weights``."""
         self.scheduler_side.reset()
         return True
 
     @override
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
-        """Return None: blocks are kept as they lie, in each layout that vLLM has."""
+        """Return None: blocks are stored as they are, in every layout of vLLM."""
 
     @override
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return counters that were sent as plain data."""
+        """Return counters from plain data."""
         return StoreStats(data={} if data is None else data)

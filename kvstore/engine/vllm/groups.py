@@ -1,11 +1,11 @@
 """vLLM's KV cache groups as a layout, and its tensors as entries of that layout.
 
-An entry is one of vLLM's blocks of one layer, with the bytes as they are. Inside a block only vLLM's
-kernels know their way: on a CPU all keys come before all values and are packed for vector registers,
-DeepSeek-V4.1 keeps FP4 values apart from their scales, and both change with versions and machines. So
-nothing is cut inside a block, and whatever decides the order of bytes is part of the identity.
+An entry is one of vLLM's blocks of one layer, with unchanged bytes. The order of bytes in a block is
+private to vLLM's kernels: on a CPU all keys come before all values in the order of vector registers,
+DeepSeek-V4.1 separates FP4 values from their scales, and both change with versions and machines. So
+no block is split, and the namespace covers all facts that decide the order of bytes.
 
-Exactly the groups that vLLM marks prefix-cacheable are kept; it replays the others by itself.
+Exactly the groups that vLLM marks prefix-cacheable are stored; vLLM replays the others itself.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+import kvstore
 from kvstore.engine.paged import block_tokens_for
 from kvstore.errors import ConfigError, LayoutMismatch
-from kvstore.layout import LayerGroup, Layout, Lifetime
 
 KINDS: Mapping[type[KVCacheSpec], str] = {
     FullAttentionSpec: "kv",
     SlidingWindowSpec: "kv_window",
     MLAAttentionSpec: "latent",
 }
-"""Names of the layout's groups, by what vLLM caches. Subclasses of these are other things."""
+"""Names of the layout's groups, by the exact class of vLLM's spec; subclasses are other kinds."""
 WHOLE_IN_PAGE = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR, KVQuantMode.NVFP4_DS_MLA)
-"""Quantisation that keeps no scales outside the blocks, other than those of the weights."""
+"""Quantisations whose scales are in the blocks or in the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayers:
-    """Layers that share a block table and have blocks of one shape."""
+    """Layers with one block table and one shape of blocks."""
 
     index: int
-    """Number of the KV cache group that owns the block table."""
+    """Number of the KV cache group with the block table."""
     page_tokens: int
     """Tokens of one of the engine's blocks."""
     page_bytes: int
@@ -59,15 +59,15 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """How one rank of an engine keeps what a store keeps."""
+    """The stored KV of one rank: its layout, and its position in vLLM's KV cache."""
 
-    layout: Layout
+    layout: kvstore.Layout
     block_tokens: int
     layers: tuple[PagedLayers, ...]
     group_count: int
-    """KV cache groups of the engine, stored or not: lists in its block tables."""
+    """KV cache groups of the engine, stored or not: the lists in its block tables."""
     is_replicated: bool
-    """Whether every tensor-parallel rank holds the same bytes."""
+    """Whether every tensor-parallel rank has the same bytes."""
 
     @property
     def windows(self) -> tuple[PagedLayers, ...]:
@@ -76,10 +76,10 @@ class EngineLayout:
 
 
 def engine_layout(config: KVCacheConfig, model: str) -> EngineLayout:
-    """Return how an engine with the KV cache ``config`` keeps what a store keeps.
+    """Return the layout of an engine with the KV cache ``config``.
 
     Raises:
-        ConfigError: naming the layers whose cache this version cannot keep.
+        ConfigError: naming layers whose cache cannot be stored.
     """
     parts = [
         (index, names, spec, _kind(names, spec))
@@ -104,18 +104,20 @@ def engine_layout(config: KVCacheConfig, model: str) -> EngineLayout:
         )
         layers.append(paged)
         groups.append(
-            LayerGroup(
+            kvstore.LayerGroup(
                 name=name,
                 layers=tuple(extract_layer_index(layer) for layer in names),
                 values=paged.page_bytes,
                 entry_format="u8",
                 tokens_per_entry=paged.page_tokens,
-                lifetime=Lifetime.WINDOW if paged.is_window else Lifetime.GLOBAL,
+                lifetime=kvstore.Lifetime.WINDOW if paged.is_window else kvstore.Lifetime.GLOBAL,
             )
         )
     tokens = {part.page_tokens for part in layers}
     return EngineLayout(
-        layout=Layout(model=model, groups=tuple(groups), window_tokens=max(windows, default=0)),
+        layout=kvstore.Layout(
+            model=model, groups=tuple(groups), window_tokens=max(windows, default=0)
+        ),
         block_tokens=block_tokens_for(tokens | {config.cache_hit_alignment_tokens or 1}),
         layers=tuple(layers),
         group_count=len(config.kv_cache_groups),
@@ -143,18 +145,18 @@ def _alike(group: Any) -> Iterable[tuple[tuple[str, ...], Any]]:
 
 
 def _kind(names: Sequence[str], spec: Any) -> str:
-    """Return the kind of a spec. Raises ``ConfigError`` for what cannot be kept."""
+    """Return the kind of a spec. Raises ``ConfigError`` if it cannot be stored."""
     kind = KINDS.get(type(spec))
-    what = ""
+    found = ""
     if kind is None:
-        what = type(spec).__name__
+        found = type(spec).__name__
     elif spec.kv_quant_mode not in WHOLE_IN_PAGE:
-        what = f"a KV cache quantised as {spec.kv_quant_mode.name}"
+        found = f"a KV cache quantised as {spec.kv_quant_mode.name}"
     elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
-        what = "attention in chunks"
-    if kind is None or what:
+        found = "attention in chunks"
+    if kind is None or found:
         msg = (
-            f"layer {names[0]} uses {what}, expected full or sliding attention, or MLA, with scales "
+            f"layer {names[0]} uses {found}, expected full or sliding attention, or MLA, with scales "
             "in its blocks or in the weights; serve this model without the connector"
         )
         raise ConfigError(msg)
@@ -166,11 +168,11 @@ def page_views(layers: PagedLayers, caches: Mapping[str, torch.Tensor]) -> list[
 
     Shapes:
         each uint8 ``[blocks, 1, *axes, bytes]``, a view of vLLM's memory: ``page_bytes`` of a block in
-        the order in which they lie. One run of bytes, or several where vLLM keeps other blocks or
-        other layers between the heads of a block (its layouts LHBNC and BHLNC).
+        memory order. They are contiguous, or strided where vLLM has other blocks or layers between
+        the heads of a block (its layouts LHBNC and BHLNC).
 
     Raises:
-        LayoutMismatch: if a tensor is not what its spec announced.
+        LayoutMismatch: if a tensor does not match its spec.
     """
     return [_page_view(layers, name, caches) for name in layers.layer_names]
 
@@ -181,17 +183,16 @@ def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor
         msg = f"vLLM registered no KV cache for layer {name}, found {sorted(caches)[:4]} ..."
         raise LayoutMismatch(msg)
     size, stride = cache[0].nbytes, cache.stride(0) * cache.itemsize
-    # A block may be cut into kernel blocks: rows of the tensor that follow each other.
+    # A block may consist of kernel blocks: consecutive rows of the tensor.
     parts = layers.page_bytes // size if size else 0
     is_whole = parts * size == layers.page_bytes and len(cache) % max(1, parts) == 0
-    axes = _runs([(parts, stride), *_axes(cache[0])]) if is_whole else []
-    is_apart = bool(_runs([(len(cache), stride), *_axes(cache[0])]))
+    axes = _merged([(parts, stride), *_axes(cache[0])]) if is_whole else []
+    is_apart = bool(_merged([(len(cache), stride), *_axes(cache[0])]))
     if not (axes and is_apart and axes[-1][0] > cache.itemsize):
         msg = (
             f"KV cache of {name}: found {cache.dtype} {list(cache.shape)} with strides "
             f"{list(cache.stride())}, expected blocks of {layers.page_bytes} bytes; "
-            "this vLLM orders its KV cache in a way that this version does not know; "
-            "serve without the connector"
+            "this version does not know this order of vLLM's KV cache; serve without the connector"
         )
         raise LayoutMismatch(msg)
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
@@ -205,24 +206,24 @@ def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor
 
 
 def _axes(block: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the axes of a tensor's bytes, each its length and its step in bytes."""
+    """Return the axes of a tensor's bytes as lengths and steps in bytes."""
     steps = [
         (n, step * block.itemsize) for n, step in zip(block.shape, block.stride(), strict=True)
     ]
     return [*steps, (block.itemsize, 1)]
 
 
-def _runs(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return axes from the widest step to the narrowest, those that make one run put together.
+def _merged(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return axes from the widest step to the narrowest, with contiguous ones merged.
 
-    Returns none if they overlap: then one byte would be several.
+    Overlapping axes give an empty list: one byte would have several indices.
     """
-    runs: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for length, step in sorted((axis for axis in axes if axis[0] != 1), key=lambda axis: -axis[1]):
-        if not step or (runs and runs[-1][1] < length * step):
+        if not step or (merged and merged[-1][1] < length * step):
             return []
-        if runs and runs[-1][1] == length * step:
-            runs[-1] = (runs[-1][0] * length, step)
+        if merged and merged[-1][1] == length * step:
+            merged[-1] = (merged[-1][0] * length, step)
         else:
-            runs.append((length, step))
-    return runs
+            merged.append((length, step))
+    return merged

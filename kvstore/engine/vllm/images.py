@@ -1,7 +1,7 @@
-"""What an image of a request shows, by content: the names that vLLM gives images are only names.
+"""Digests of images by content: vLLM's names of images do not identify them.
 
-A client may choose a name (``uuid``), also one that another image has; and with prefix caching and its
-processor's cache off, vLLM counts images, from one again in every process.
+A client may choose a name (``uuid``), even that of another image. With prefix caching and the processor's
+cache off, vLLM numbers images, from one in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vllm.multimodal.hasher import MultiModalHasher
 
 NAMES = 1 << 16
-"""Names that are remembered: more than the encoder outputs that vLLM keeps, some thousands at most."""
+"""Most remembered names: more than vLLM's cached encoder outputs, which are at most some thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class _Shown:
 
 
 class Images:
-    """Digests of images by what the model is shown of them.
+    """Digests of images by the model's input.
 
-    vLLM keeps the encoder's outputs by name. So a name stands for the first content that it came with:
-    another one under it may have been computed from the first, and gets no digest.
+    vLLM caches the encoder's outputs by name. So a name identifies its first content: rows of another
+    content under that name may have been computed from the first, and it gets no digest.
 
     Threads: one.
     """
@@ -36,12 +36,14 @@ class Images:
         self._names: OrderedDict[str, _Shown] = OrderedDict()
 
     def digest(self, feature: Any) -> bytes | None:
-        """Return the digest of what a feature of a request shows, or None where that is not known.
+        """Return the digest of the content of a request's feature, None if the content is not known.
 
-        Cost: one SHA-256 over the processor's tensors, once for as long as vLLM keeps them.
+        Cost: one SHA-256 over the processor's tensors, once while vLLM keeps them.
         """
         data = feature.data
-        if data is None or "address" in data:  # in shared memory, which only workers read
+        if (
+            data is None or "address" in data
+        ):  # its data is in shared memory, which only workers read
             return None
         known = self._names.get(feature.identifier)
         if known is not None and known.data() is data:
@@ -62,9 +64,6 @@ def _digest(feature: Any) -> bytes | None:
     if any(value is None for value in fields.values()):
         return None
     shown = MultiModalHasher.hash_kwargs(
-        "sha256",
-        modality=feature.modality,
-        fields=fields,
-        is_embed=feature.mm_position.is_embed,
+        "sha256", modality=feature.modality, fields=fields, is_embed=feature.mm_position.is_embed
     )
     return bytes.fromhex(shown)

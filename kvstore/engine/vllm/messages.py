@@ -1,7 +1,4 @@
-"""What the scheduler's side and the workers' side of the connector tell each other.
-
-They are separate processes. vLLM carries these values with its own step messages.
-"""
+"""Messages between the connectors of scheduler and workers, which vLLM sends with its step messages."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 import kvstore
 from kvstore.engine.paged import Hints
-from kvstore.identity.block import ImageSpan
 
 BlockIds = tuple[tuple[int, ...], ...]
 """A request's block table: ids of the engine's blocks, by KV cache group."""
@@ -29,7 +25,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Identity(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Whose cache an engine's is, as one worker says that has loaded the model."""
+    """The namespace of an engine, reported by a worker that has loaded the model."""
 
     base: kvstore.Namespace
     """The namespace of requests without salt and adapter."""
@@ -37,7 +33,7 @@ class Identity(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A span of one request, and where the engine keeps it.
+    """A span of one request, and its blocks in the engine.
 
     Shapes:
         tokens uint32 ``[n]``, the request from its start; n > ``stop`` for a load.
@@ -46,7 +42,7 @@ class Work:
     request_id: str
     namespace: kvstore.Namespace
     tokens: NDArray[np.uint32]
-    images: tuple[ImageSpan, ...] = ()
+    images: tuple[kvstore.ImageSpan, ...] = ()
     start: int
     stop: int
     blocks: BlockIds
@@ -55,40 +51,40 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers do in one step, decided by the scheduler."""
+    """The plan of one step for the workers."""
 
     loads: tuple[Work, ...] = ()
-    """To be copied into the engine's blocks, between steps."""
+    """To be copied to the engine's blocks, between steps."""
     saves: tuple[Work, ...] = ()
-    """To be stored, once this step has run."""
+    """To be stored after this step."""
     windows: tuple[Work, ...] = ()
-    """Windows that end at ``stop``, to be taken when this step has run."""
+    """Windows that end at ``stop``, to be taken after this step."""
     preempted: frozenset[str] = frozenset()
-    """Requests whose blocks the engine gives away in this step."""
+    """Requests whose blocks the engine frees in this step."""
     awaited: frozenset[str] = frozenset()
-    """Finished requests whose blocks the engine keeps until every worker has let go of them."""
+    """Finished requests whose blocks the engine keeps until every worker reports them."""
     is_idle: bool = False
     """No request computes in this step."""
     update: str | None = None
-    """Weights were replaced: forget what was stored, and go on under this nonce."""
+    """The nonce of a weight update: earlier blocks become unreachable."""
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers tell the scheduler after a step."""
+    """The workers' report to the scheduler after a step."""
 
     saved: dict[str, list[int]] = field(default_factory=dict)
-    """For each save that ended: how many leading tokens each writer then had."""
+    """For each save that ended: the leading tokens stored by each writer."""
     failed: set[str] = field(default_factory=set)
-    """Requests whose load failed, at least in part."""
+    """Requests whose load failed, wholly or partly."""
     pooled: dict[int, frozenset[bytes]] = field(default_factory=dict)
-    """Hashes of the prefixes whose window a rank holds now, of ranks where that changed."""
+    """By rank, the hashes of the prefixes whose window it has pooled; ranks without a change are left out."""
     lacks_store: bool = False
-    """A worker could not open its store, so nothing can be loaded."""
+    """Whether a worker could not open its store, so that nothing can be loaded."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Return this report with that of another worker in it."""
+        """Return this report merged with that of another worker."""
         assert isinstance(other, WorkerReport)
         saved = {name: list(ends) for name, ends in self.saved.items()}
         for name, ends in other.saved.items():
@@ -102,7 +98,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     @property
     def is_empty(self) -> bool:
-        """Say whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not (self.saved or self.failed or self.pooled or self.lacks_store)
 
 
@@ -133,5 +129,5 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 
     @override
     def is_empty(self) -> bool:
-        """Say whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data

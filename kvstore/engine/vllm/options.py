@@ -1,4 +1,4 @@
-"""What an operator configures, and whose cache it then is: the identity of a vLLM engine."""
+"""Options of the connector, and the namespace of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import vllm
 from vllm.platforms import current_platform
 
 import kvstore
-from kvstore.engine.options import check_options
+from kvstore.engine.options import options_of
 from kvstore.errors import ConfigError
 
 TENANT_RULE = "kvstore.vllm.2"
-"""Changes with the rule that makes namespaces, so that another rule's blocks are never found."""
+"""Version of the rule that makes namespaces: blocks of another rule are never found."""
 
 DECIDES: Mapping[str, tuple[str, ...]] = {
     "model_config": (
@@ -36,20 +36,20 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
         "sparse_indexer_topk_backend",
     ),
 }
-"""Settings that decide KV besides weights and tokens, by the part of vLLM's config that has them."""
+"""Settings that decide KV besides weights and tokens, by the section of vLLM's config."""
 ATTENTION_NAMES = ("backend", "backend_per_kind")
-"""Settings of attention that the backends chosen in the end stand for; all others decide KV."""
+"""Settings of attention that only choose the backends, which are covered; all others decide KV."""
 ENCODER = (
     *("language_model_only", "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),
     *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
     *("video_pruning_rate", "video_pruning_method"),
 )
-"""Settings that decide what a model sees of an image."""
+"""Settings that decide the model's input for an image."""
 ADAPTERS = (
     *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
     *("enable_mixed_moe_lora_format", "enable_moe_shared_loras"),
 )
-"""Settings that decide what an adapter does to KV."""
+"""Settings that decide the effect of a LoRA adapter on KV."""
 ELSEWHERE = ("tensorizer",)
 """Load formats whose weights are not in the model's folder."""
 
@@ -59,18 +59,17 @@ class Options:
     """The connector's ``kv_connector_extra_config``."""
 
     path: str
-    """Folder of the store; each rank owns one folder in it."""
+    """Folder of the stores. Each rank has a folder in it."""
     ssd_bytes: int | str = "4GiB"
     """Hard cap of each rank's file."""
     window_bytes: int | str = "64MiB"
     """Host memory of each rank for windows of models that cannot replay."""
     tenant: str = ""
-    """Keeps the blocks of this server apart from those of others."""
+    """Separates the blocks of this server from those of others."""
     secret: bool = False
-    """Whether keys are hashed under a random secret in each store's directory; for good."""
-
+    """Whether keys depend on a random secret in each store's directory. Fixed when the store is made."""
     fixed_weights: bool = False
-    """Whether this server never gets other weights while it runs: a reset then forgets nothing."""
+    """Whether the weights never change while this server runs: a reset then keeps all blocks."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
@@ -79,22 +78,11 @@ class Options:
         Raises:
             ConfigError: for a missing path, an unknown option or a value of another type.
         """
-        known = [field.name for field in fields(cls)]
-        check_options(
-            "kv_connector_extra_config",
-            extra,
-            known,
-            ("path", "tenant"),
-            ("secret", "fixed_weights"),
-        )
-        return cls(**extra)
+        return options_of(cls, "kv_connector_extra_config", extra)
 
 
 def check_supported(config: Any) -> None:
-    """Raise ``ConfigError`` for what this connector does not do.
-
-    ``config`` is a ``VllmConfig``.
-    """
+    """Raise ``ConfigError`` for an unsupported feature of ``config``, a ``VllmConfig``."""
     parallel = config.parallel_config
     for name, ranks in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
@@ -107,22 +95,22 @@ def check_supported(config: Any) -> None:
                 "serve without it or without the connector"
             )
             raise ConfigError(msg)
-    for what, is_asked in (
+    for feature, is_on in (
         ("a diffusion model", config.model_config.is_diffusion),
         ("attention_config.use_non_causal", config.attention_config.use_non_causal),
     ):
-        if is_asked:
+        if is_on:
             msg = (
-                f"kvstore keeps KV that follows from the tokens before it, found {what}, whose KV "
-                "follows from later ones too; serve without the connector"
+                f"kvstore stores KV that depends on earlier tokens only, found {feature}, whose KV "
+                "depends on later tokens too; serve without the connector"
             )
             raise ConfigError(msg)
 
 
 def block_format(layout_name: str | None) -> list[str]:
-    """Return what decides the order of bytes inside a block of vLLM's KV cache.
+    """Return the facts that decide the order of bytes in a block of vLLM's KV cache.
 
-    ``layout_name`` is the KV cache layout that the engine has chosen.
+    ``layout_name`` is the engine's KV cache layout.
     """
     kind = current_platform.device_type
     if kind == "cpu":
@@ -133,7 +121,7 @@ def block_format(layout_name: str | None) -> list[str]:
 
 
 def _vector_flags() -> list[str]:
-    """Return the wide vector units of this CPU: vLLM packs keys for them."""
+    """Return the wide vector units of this CPU: vLLM orders keys for them."""
     try:
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     except OSError:
@@ -146,11 +134,10 @@ def base_namespace(
 ) -> kvstore.Namespace:
     """Return the namespace of requests without salt and adapter.
 
-    What decides KV besides weights and tokens is part of ``model``: the config with its overrides,
-    the length that position tables may be chosen by, the settings of ``DECIDES``, of attention and of
-    encoders, the attention ``backends`` of the loaded layers, and the format of blocks.
-    The served name, the folder and the tokenizer are not: vLLM hands over token ids, in which the
-    tokenizer's work is done.
+    ``model`` covers the facts that decide KV besides weights and tokens: the config with its
+    overrides, the length by which position tables may be chosen, the settings of ``DECIDES``, of
+    attention and of encoders, the attention ``backends`` of the loaded layers, and the format of blocks.
+    It does not cover the served name, the folder and the tokenizer: vLLM passes token ids.
 
     Raises:
         ConfigError: if the weights cannot be identified.
@@ -179,10 +166,10 @@ def base_namespace(
 
 
 def settings(part: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return some settings of a part of vLLM's config, None for a part that is not there.
+    """Return some settings of a section of vLLM's config, None for a missing section.
 
     Raises:
-        ConfigError: if this vLLM does not have one of them.
+        ConfigError: if this vLLM lacks one of them.
     """
     if part is None:
         return None
@@ -190,14 +177,14 @@ def settings(part: Any, names: Sequence[str]) -> dict[str, Any] | None:
     if missing:
         msg = (
             f"{type(part).__name__} of vLLM {vllm.__version__} has no {missing[0]!r}, which decides "
-            "what KV holds; use the vLLM that docs/vllm.md names"
+            "KV; use the vLLM version in docs/vllm.md"
         )
         raise ConfigError(msg)
     return {name: getattr(part, name) for name in names}
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """Return a model's own config, without what has no part in its KV."""
+    """Return a model's own config, without fields that do not decide KV."""
     described: dict[str, Any] = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         described.pop(name, None)
@@ -205,16 +192,16 @@ def _described(model: Any) -> dict[str, Any]:
 
 
 def _length(model: Any) -> int | str:
-    """Return the length that a model was built for.
+    """Return the configured length of a model.
 
-    Position tables (longrope) and the tuning of attention (Llama 4) are chosen by it, and not by the
-    shorter one that vLLM finds for ``auto`` afterwards.
+    It decides position tables (longrope) and attention tuning (Llama 4). The shorter length that vLLM
+    later computes for ``auto`` does not.
     """
     return "auto" if model.original_max_model_len == -1 else int(model.max_model_len)
 
 
 def _drafting(config: Any) -> list[Any] | None:
-    """Return what decides the KV of layers that draft, None if there are none."""
+    """Return the facts that decide the KV of draft layers, None without draft layers."""
     speculative, model = config.speculative_config, config.model_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or _described(draft) == _described(model):  # n-grams and the like
@@ -235,7 +222,7 @@ def _weights(model: Any, load: Any) -> str:
     if model.model_weights or str(load.load_format) in ELSEWHERE:
         msg = (
             f"the weights of {model.model!r} come from {model.model_weights or load.load_format}, so "
-            "they cannot be told from others; download them and serve the folder"
+            "they cannot be identified; download them and serve the folder"
         )
         raise ConfigError(msg)
     folder = Path(model.model)
@@ -245,15 +232,12 @@ def _weights(model: Any, load: Any) -> str:
 
     try:
         found = snapshot_download(
-            model.model,
-            revision=model.revision,
-            cache_dir=load.download_dir,
-            local_files_only=True,
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
         )
     except Exception as error:
         msg = (
-            f"the weights of {model.model!r} are not in a local folder, so they cannot be told from "
-            f"others ({error}); download them and serve the folder"
+            f"the weights of {model.model!r} are not in a local folder, so they cannot be identified "
+            f"({error}); download them and serve the folder"
         )
         raise ConfigError(msg) from error
     return kvstore.weights_digest(found)
@@ -262,18 +246,18 @@ def _weights(model: Any, load: Any) -> str:
 def request_namespace(
     base: kvstore.Namespace, tenant: str, salt: str | None, adapter: str | None
 ) -> kvstore.Namespace:
-    """Return the namespace of a request; tenant and salt are kept apart by JSON's quoting."""
+    """Return the namespace of a request; JSON quoting separates tenant and salt."""
     return replace(base, tenant=json.dumps([tenant, salt]), adapter=adapter)
 
 
 def adapter_rule(config: Any) -> str:
-    """Return what decides how an engine applies adapters, empty if it has none."""
+    """Return the settings that decide how an engine applies LoRA adapters, empty without LoRA."""
     rule = settings(config.lora_config, ADAPTERS)
     return "" if rule is None else json.dumps(rule, sort_keys=True, default=str)
 
 
 def adapter_identity(name: str, path: str, rule: str = "") -> str:
-    """Return what tells a LoRA adapter from every other: its name, its weights and ``adapter_rule``.
+    """Return the identity of a LoRA adapter: its name, the digest of its weights and ``adapter_rule``.
 
     Raises:
         ConfigError: if its weights are not in a local folder.
@@ -284,7 +268,7 @@ def adapter_identity(name: str, path: str, rule: str = "") -> str:
 def updated(base: kvstore.Namespace, nonce: str) -> kvstore.Namespace:
     """Return the namespace after a weight update in a running engine.
 
-    New weights are in memory only, so their blocks must be out of reach for every engine that
-    starts from the folder again: ``nonce`` is never used twice.
+    New weights are in memory only. Their blocks must be unreachable for an engine that starts from
+    the folder again, so ``nonce`` is never used twice.
     """
     return replace(base, weights=f"{base.weights.partition('+')[0]}+{nonce}", generation=0)

@@ -1,6 +1,6 @@
-"""The connector in vLLM's scheduler: decides what is loaded and saved, and touches no KV.
+"""The connector in vLLM's scheduler: it plans loads and saves, and touches no KV.
 
-It reads the stores of all ranks and never writes one. A hit is what every rank has.
+It opens the stores of all ranks as a reader. A hit is the prefix that every rank has stored.
 """
 
 from __future__ import annotations
@@ -17,82 +17,79 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 import kvstore
-from kvstore.cache import Scope
+from kvstore.engine.faults import Faults
 from kvstore.engine.paged import (
     Hints,
     Saving,
+    final_tokens,
     images_within,
     longest_pooled,
-    settled_tokens,
     window_boundaries,
 )
-from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout
 from kvstore.engine.vllm.images import Images
+from kvstore.engine.vllm.log import log
 from kvstore.engine.vllm.messages import BlockIds, StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import adapter_identity, request_namespace, updated
 from kvstore.errors import ConfigError
-from kvstore.identity.block import ImageSpan
 
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
 MEDIUM = "DISK"
-"""Where KV events say that blocks are."""
-
-
+"""The medium in KV events."""
 FREES_SECONDS = 0.1
-"""How long vLLM waits for blocks of a finished request before it preempts a running one. Copying them
-out takes milliseconds; computing 1,000 tokens of a preempted request again takes about as long as this."""
+"""Most time that vLLM waits for blocks of a finished request before it preempts a running one. Copying
+them takes milliseconds; recomputing 1,000 tokens of a preempted request takes about 0.1 s."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """What the scheduler's side knows of one request."""
+    """The state of one request in the scheduler."""
 
     request: Any
-    scopes: tuple[Scope, ...]
-    """The stores of all ranks as this request's namespace sees them."""
+    scopes: tuple[kvstore.Scope, ...]
+    """The request's namespace in the store of each rank."""
     namespace: kvstore.Namespace
     hints: Hints
     may_load: bool
     digest: Callable[[Any], bytes | None]
-    """Returns the digest of what an image shows, None where that is not known."""
+    """Returns the digest of an image's content, None if it is not known."""
     saving: Saving = field(default_factory=Saving)
     local: int = 0
-    """Leading tokens that vLLM had itself when it asked last."""
-    settled: int = 0
+    """Leading tokens that vLLM had cached at its last query."""
+    final: int = 0
     """Leading tokens whose KV is final."""
     is_admitted: bool = False
-    """Its next step is the first since it got blocks."""
+    """Whether its next step is the first since it got blocks."""
     is_loading: bool = False
     ended: float = 0.0
-    """When it finished, by the clock of the scheduler's side."""
+    """The time at which it finished."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
-    spans: list[ImageSpan] = field(default_factory=list)
-    """Images of known content, in their order."""
+    spans: list[kvstore.ImageSpan] = field(default_factory=list)
+    """Images of known content, in order."""
     limit: int | None = None
-    """Where the first image of unknown content begins."""
+    """Start of the first image of unknown content."""
 
     @property
     def known(self) -> int:
-        """How many leading tokens say what they stand for: all, or those before an unknown image."""
+        """Leading tokens with known content: all, or those before an image of unknown content."""
         if self.limit is None:
-            for item in self.request.mm_features[
-                len(self.spans) :
-            ]:  # a session's next input has more
-                digest, place = self.digest(item), item.mm_position
+            # The next input of a session adds images.
+            for item in self.request.mm_features[len(self.spans) :]:
+                digest, start = self.digest(item), item.mm_position.offset
                 if digest is None:
-                    self.limit = int(place.offset)
+                    self.limit = int(start)
                     break
-                self.spans.append(ImageSpan(place.offset, place.offset + place.length, digest))
+                stop = start + item.mm_position.length
+                self.spans.append(kvstore.ImageSpan(start, stop, digest))
         count = int(self.request.num_tokens)
         return count if self.limit is None else min(count, self.limit)
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """All tokens that vLLM has accepted, up to an image of unknown content.
+        """The tokens that vLLM has accepted, up to an image of unknown content.
 
-        They only ever grow, but for the last one: the next input of a session takes its place.
+        Tokens are only appended, but the next input of a session replaces the last one.
         """
         given = self.request.all_token_ids
         if len(self.ids) != len(given) or (len(given) and self.ids[-1] != given[-1]):
@@ -100,14 +97,14 @@ class Tracked:
         return self.ids[: self.known]
 
     @property
-    def images(self) -> tuple[ImageSpan, ...]:
+    def images(self) -> tuple[kvstore.ImageSpan, ...]:
         """Images among the known tokens."""
         known = self.known
         return images_within(self.spans, known)
 
 
 class SchedulerSide:
-    """Plans loads and saves of every request, step by step.
+    """The plan of loads and saves of all requests, step by step.
 
     Threads: vLLM's scheduler calls it from one.
     """
@@ -115,7 +112,7 @@ class SchedulerSide:
     def __init__(
         self,
         engine: EngineLayout,
-        readers: Sequence[Scope],
+        readers: Sequence[kvstore.Scope],
         base: kvstore.Namespace,
         tenant: str,
         *,
@@ -124,10 +121,7 @@ class SchedulerSide:
         has_fixed_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan for an engine over the stores of its writing ranks, one reader each.
-
-        ``lora`` says how the engine applies adapters.
-        """
+        """``readers`` are the stores of the writing ranks; ``lora`` is ``adapter_rule`` of the engine."""
         self._readers = tuple(readers)
         self._base = base
         self._tenant = tenant
@@ -138,7 +132,7 @@ class SchedulerSide:
         self._has_windows = bool(engine.windows)
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
-        """Finished requests whose blocks vLLM keeps until workers let go of them."""
+        """Finished requests whose blocks vLLM keeps until the workers report them."""
         self._images = Images()
         self._lora = lora
         self._adapters: dict[tuple[int, str, str], str] = {}
@@ -148,13 +142,13 @@ class SchedulerSide:
         self._awaited: set[str] = set()
         self._update: str | None = None
         self._may_load = True
-        """Whether every worker has its store."""
+        """Whether every worker could open its store."""
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
-        self.faults = Faults()
+        self.faults = Faults(log)
 
     def adopt(self, base: kvstore.Namespace) -> None:
-        """Take in whose cache it is, as the workers say; requests come after this."""
+        """Use the namespace that the workers report, before the first request."""
         # Salts and adapters share the generation of the weights.
         seen = [reader.scope(base).namespace.generation for reader in self._readers]
         self._base = replace(base, generation=max(seen, default=base.generation))
@@ -162,13 +156,11 @@ class SchedulerSide:
     # ---- requests ------------------------------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        """Begin to follow a request, unless nothing of it can be stored."""
+        """Begin to track a request, unless none of it can be stored."""
         if not self._readers or request.prompt_embeds is not None:
             return
-        try:
+        with self.faults.noted("request"):
             self._tracked[request.request_id] = self._track(request)
-        except Exception as error:
-            self.faults.note("request", error)
 
     def _track(self, request: Any) -> Tracked:
         wishes = (request.kv_transfer_params or {}).get(HINTS)
@@ -177,7 +169,7 @@ class SchedulerSide:
         except ConfigError as error:
             self.faults.counts["hint_faults"] += 1
             self.faults.say(
-                "hints of a request were ignored: %s; further ones are counted only", error
+                "hints of a request were ignored: %s; further ones are only counted", error
             )
             hints = Hints()
         sampling = request.sampling_params
@@ -194,7 +186,7 @@ class SchedulerSide:
         )
 
     def _digest(self, feature: Any) -> bytes | None:
-        """Return the digest of what an image shows; None, said and counted, where that is not known."""
+        """Return the digest of an image's content; None, logged and counted, if it is not known."""
         try:
             digest = self._images.digest(feature)
         except Exception as error:
@@ -203,8 +195,8 @@ class SchedulerSide:
         if digest is None:
             self._counts["unknown_images"] += 1
             self.faults.say(
-                "of image %r vLLM's scheduler has no content, or another one than before: nothing from "
-                "that image on is stored or loaded (docs/vllm.md); further ones are counted only",
+                "vLLM's scheduler has no content of image %r, or another content than before: nothing from "
+                "that image on is stored or loaded (docs/vllm.md); further images are only counted",
                 feature.identifier,
             )
         return digest
@@ -214,25 +206,24 @@ class SchedulerSide:
         adapter = None
         if lora is not None:
             key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-            if key not in self._adapters or lora.load_inplace:  # other weights in the same folder
+            if (
+                key not in self._adapters or lora.load_inplace
+            ):  # the folder may have other weights now
                 self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path, self._lora)
             adapter = self._adapters[key]
         return request_namespace(self._base, self._tenant, request.cache_salt, adapter)
 
     def matched(self, request: Any, local: int) -> int:
-        """Return how many tokens beyond the ``local`` ones can be loaded. Without side effects."""
+        """Return how many tokens after the ``local`` ones can be loaded. Without side effects."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0
         tracked.local = local
         if not (tracked.may_load and self._may_load):
             return 0
-        try:
-            hit = self._hit(tracked)
-        except Exception as error:
-            self.faults.note("lookup", error)
-            return 0
-        return max(0, hit - local)
+        with self.faults.noted("lookup"):
+            return max(0, self._hit(tracked) - local)
+        return 0
 
     def _hit(self, tracked: Tracked) -> int:
         tokens = tracked.tokens
@@ -249,7 +240,7 @@ class SchedulerSide:
         return hit
 
     def admit(self, request: Any, blocks: BlockIds, external: int) -> None:
-        """Take note that a request got ``blocks``; load ``external`` tokens beyond its local ones."""
+        """Record that a request got ``blocks``; plan the load of ``external`` tokens after its local ones."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -262,11 +253,9 @@ class SchedulerSide:
             tracked.saving.saved, stop // self._block_tokens * self._block_tokens
         )
         for scope in tracked.scopes:
-            try:
+            with self.faults.noted("lookup"):
                 images = images_within(tracked.images, len(tokens))
                 scope.lookup(tokens, request.request_id, images=images)
-            except Exception as error:
-                self.faults.note("lookup", error)
         tracked.is_loading = True
         self._loads.append(self._work(tracked, tokens, start, stop, blocks))
         self._counts["load_requests"] += 1
@@ -294,24 +283,22 @@ class SchedulerSide:
         preempted: Collection[str],
         block_ids: Callable[[str], Sequence[Sequence[int]]],
     ) -> StepPlan:
-        """Return what the workers do in a step that runs ``scheduled`` tokens of each request.
+        """Return the plan of a step that computes ``scheduled`` tokens of each request.
 
-        ``block_ids`` gives the block table of a request of this step.
+        ``block_ids`` returns the block table of a request of this step.
         """
         windows: list[Work] = []
         is_idle = True
         for request_id in preempted:
             if (tracked := self._tracked.get(request_id)) is not None:
-                tracked.settled = 0
+                tracked.final = 0
         for request_id, count in scheduled:
             is_idle = False
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            try:
+            with self.faults.noted("plan"):
                 self._advance(tracked, count, block_ids, windows)
-            except Exception as error:
-                self.faults.note("plan", error)
         plan = StepPlan(
             loads=tuple(self._loads),
             saves=tuple(self._saves),
@@ -336,16 +323,16 @@ class SchedulerSide:
         request = tracked.request
         if tracked.is_admitted:
             tracked.is_admitted = False
-            tracked.settled = request.num_computed_tokens
-        before = tracked.settled
+            tracked.final = request.num_computed_tokens
+        before = tracked.final
         known = tracked.known
-        tracked.settled = settled_tokens(known, request.num_computed_tokens, count)
+        tracked.final = final_tokens(known, request.num_computed_tokens, count)
         if not tracked.hints.store:
             return
-        span = tracked.saving.start(tracked.settled, self._block_tokens, len(self._readers))
+        span = tracked.saving.start(tracked.final, self._block_tokens, len(self._readers))
         stops = (
             window_boundaries(
-                before, tracked.settled, min(known, request.num_prompt_tokens), self._block_tokens
+                before, tracked.final, min(known, request.num_prompt_tokens), self._block_tokens
             )
             if self._has_windows
             else ()
@@ -359,18 +346,16 @@ class SchedulerSide:
         windows += [self._work(tracked, tokens[:stop], 0, stop, blocks) for stop in stops]
 
     def finish(self, request: Any, blocks: BlockIds) -> bool:
-        """Stop following a request; return whether its blocks must be kept until workers say so."""
+        """Stop tracking a request; return whether its blocks must be kept until the workers report it."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
         self._release(tracked)
         if tracked.is_loading:  # vLLM keeps the blocks until the load is reported
             return False
-        try:
+        with self.faults.noted("save"):
             self._save_rest(tracked, blocks)
-        except Exception as error:
-            self.faults.note("save", error)
-        if tracked.saving.underway is None:
+        if tracked.saving.pending is None:
             return False
         tracked.ended = self._clock()
         self._ending[request.request_id] = tracked
@@ -378,30 +363,28 @@ class SchedulerSide:
         return True
 
     def frees_blocks_soon(self) -> bool:
-        """Say whether a finished request is about to give back blocks that a save still reads."""
+        """Return whether a save of a finished request is about to end and free its blocks."""
         newest = next(reversed(self._ending.values()), None)
         return newest is not None and self._clock() - newest.ended < FREES_SECONDS
 
     def _save_rest(self, tracked: Tracked, blocks: BlockIds) -> None:
         if not tracked.hints.store:
             return
-        span = tracked.saving.finish(tracked.settled, self._block_tokens, len(self._readers))
+        span = tracked.saving.finish(tracked.final, self._block_tokens, len(self._readers))
         if span is not None:
             tokens = tracked.tokens[: span[1]]
             self._saves.append(self._work(tracked, tokens, *span, blocks))
 
     def _release(self, tracked: Tracked) -> None:
-        """Give back the leases of a request's lookups."""
-        try:
+        """Release the leases of a request's lookups."""
+        with self.faults.noted("release"):
             for scope in tracked.scopes:
                 scope.release(tracked.request.request_id)
-        except Exception as error:
-            self.faults.note("release", error)
 
     def take_report(
         self, report: WorkerReport | None, received: Iterable[str], sent: Iterable[str]
     ) -> None:
-        """Take in what the workers did; ``received`` and ``sent`` are requests they are done with."""
+        """Process a report; the loads of ``received`` and the saves of ``sent`` requests ended."""
         if report is not None:
             self._pools |= report.pooled
             self._may_load &= not report.lacks_store
@@ -410,7 +393,7 @@ class SchedulerSide:
             for request_id in report.failed:
                 self._counts["load_failures"] += 1
                 if (tracked := self._tracked.get(request_id)) is not None:
-                    # Asked again, the store would promise the same again.
+                    # The next lookup would find the same blocks.
                     tracked.may_load = False
                     tracked.saving.saved = 0
         for request_id in received:
@@ -428,15 +411,13 @@ class SchedulerSide:
         for end in ends:
             tracked.saving.answer(end)
         if tracked.saving.saved > before and self._sends_events:
-            try:
+            with self.faults.noted("event"):
                 self._tell_stored(tracked, before, tracked.saving.saved)
-            except Exception as error:
-                self.faults.note("event", error)
 
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]
         images = images_within(tracked.images, len(tokens))
-        # Ranks under secrets of their own name a block differently; listeners hear of one name.
+        # Stores with secrets hash a block differently; listeners get the hashes of the first rank.
         hashes: list[Any] = list(tracked.scopes[0].hashes(tokens, images=images))
         first = start // self._block_tokens
         lora = tracked.request.lora_request
@@ -452,7 +433,7 @@ class SchedulerSide:
             )
         )
 
-    # ---- the rest ------------------------------------------------------------------------------
+    # ---- events and counters ---------------------------------------------------------------------
 
     def take_events(self) -> list[KVCacheEvent]:
         """Return the KV events since the last call."""
@@ -460,10 +441,10 @@ class SchedulerSide:
         return events
 
     def reset(self) -> None:
-        """Forget everything stored: the model has other weights now, or is about to.
+        """Make all stored blocks unreachable, because the model gets other weights.
 
-        Saves that workers were not told of are dropped in any case: an engine that goes to sleep
-        resets first, and their blocks are gone when it wakes up.
+        Saves that are planned but not sent are dropped in any case: an engine resets before it
+        sleeps, and loses its blocks in sleep.
         """
         self._saves = []
         for tracked in self._tracked.values():
@@ -480,12 +461,12 @@ class SchedulerSide:
                 tracked.scopes = tuple(reader.scope(tracked.namespace) for reader in self._readers)
             except Exception as error:
                 self.faults.note("weight update", error)
-                tracked.may_load = False  # what its scopes find is of the old weights
+                tracked.may_load = False  # its scopes find blocks of the old weights
         if self._sends_events:
             self._events.append(AllBlocksCleared())
 
     def stats(self) -> StoreStats:
-        """Return what was counted since the last call."""
+        """Return the counters since the last call."""
         counts = self._counts + self.faults.counts
         self._counts, self.faults.counts = Counter(), Counter()
         return StoreStats.of(counts)

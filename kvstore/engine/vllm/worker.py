@@ -1,6 +1,6 @@
-"""The connector in a vLLM worker: does what the scheduler planned, on this rank's KV tensors.
+"""The connector in a vLLM worker: it executes the scheduler's plans on this rank's KV tensors.
 
-Copies of whole blocks run in the store's background threads. Windows are small and vLLM frees their
+Whole blocks are copied by the store's background threads. Windows are small and vLLM frees their
 blocks in the next step, so they are copied in the step itself.
 """
 
@@ -9,42 +9,41 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.cache import Scope
-from kvstore.cache.jobs import Event
+from kvstore.engine.faults import Faults
 from kvstore.engine.paged import WindowPages, pages_of
-from kvstore.engine.vllm.faults import Faults
 from kvstore.engine.vllm.groups import EngineLayout, PagedLayers, page_views
+from kvstore.engine.vllm.log import log
 from kvstore.engine.vllm.messages import StepPlan, StoreStats, Work, WorkerReport
 from kvstore.engine.vllm.options import updated
 from kvstore.errors import StoreError
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that is not there."""
+"""vLLM's id of a missing block."""
 JOB_SECONDS = 60.0
-"""Most time for one load or save; a disk that takes longer is as good as failed."""
+"""Most time for one load or save; a disk that needs longer counts as failed."""
 IDLE_SECONDS = 0.005
 """Most time that a step without computation waits for a job, so that vLLM does not spin."""
 SAVE_WAIT_SECONDS = 1.0
-"""Most time that the background waits for room in the store's queue."""
+"""Most time that a background thread waits for room in the store's queue."""
 
 
 @dataclass(slots=True)
-class _Underway:
+class _Transfer:
     work: Work
     job: kvstore.Job
     deadline: float
     window: kvstore.WindowSnapshot | None = None
 
 
-def record_event(device: torch.device) -> Event | None:
-    """Return what a device reaches when it has run all work queued by now; None for the CPU."""
+def record_event(device: torch.device) -> kvstore.Event | None:
+    """Return an event after all work queued on a device; None for the CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -52,105 +51,93 @@ def record_event(device: torch.device) -> Event | None:
     return event
 
 
+@dataclass(eq=False)
 class WorkerSide:
     """Loads and saves of one rank.
 
-    ``store`` is None where it could not be opened: then everything is a miss. One rank of several
-    that hold the same bytes writes; the others read its store, which is there by the time of their
-    first load and then opened by ``open_late``.
+    ``store`` is None if it could not be opened: then every lookup misses. Of several ranks with the
+    same bytes one writes. The others read its store, which exists at their first load and is then
+    opened by ``open_late``.
 
     Threads: vLLM's model runner calls it from one.
     """
 
-    def __init__(
-        self,
-        engine: EngineLayout,
-        store: Scope | None,
-        base: kvstore.Namespace,
-        rank: int,
-        *,
-        writes: bool,
-        open_late: Callable[[], Scope | None] = lambda: None,
-        record: Callable[[torch.device], Event | None] = record_event,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._base = base
-        self._rank = rank
-        self._writes = writes
-        self._open_late = open_late
-        self._record = record
-        self._clock = clock
-        self._pages: dict[str, list[torch.Tensor]] = {}
-        """vLLM's blocks of each layer, by group of the layout."""
-        self._saves: dict[str, list[_Underway]] = {}
-        self._loads: dict[str, _Underway] = {}
-        self._awaited: set[str] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._invalid_blocks: set[int] = set()
-        self._report = WorkerReport()
-        self._pooled: frozenset[bytes] = frozenset()
-        self._counts: Counter[str] = Counter()
-        self.faults = Faults()
+    engine: EngineLayout
+    store: kvstore.Scope | None
+    base: kvstore.Namespace
+    rank: int
+    _: KW_ONLY
+    writes: bool
+    open_late: Callable[[], kvstore.Scope | None] = lambda: None
+    record: Callable[[torch.device], kvstore.Event | None] = record_event
+    clock: Callable[[], float] = time.monotonic
+    faults: Faults = field(default_factory=lambda: Faults(log))
+    _pages: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """vLLM's blocks of each layer, by group of the layout."""
+    _saves: dict[str, list[_Transfer]] = field(default_factory=dict)
+    _loads: dict[str, _Transfer] = field(default_factory=dict)
+    _awaited: set[str] = field(default_factory=set)
+    _received: set[str] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+    _invalid_blocks: set[int] = field(default_factory=set)
+    _report: WorkerReport = field(default_factory=WorkerReport)
+    _pooled: frozenset[bytes] = frozenset()
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Take vLLM's KV tensors.
+        """Register vLLM's KV tensors.
 
         Raises:
-            LayoutMismatch: if they are not what the KV cache config announced.
+            LayoutMismatch: if they do not match the KV cache config.
         """
-        self._pages = {part.name: page_views(part, caches) for part in self._engine.layers}
+        self._pages = {part.name: page_views(part, caches) for part in self.engine.layers}
 
     # ---- a step --------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Let go of blocks that vLLM gives away in this step, before anything is written to them."""
+        """End the saves of blocks that vLLM frees in this step, before they are overwritten."""
         if plan.update is not None:
             self._forget(plan.update)
         jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
-        for job in jobs:  # all of them, before one is waited for: the engine stands still meanwhile
+        for job in jobs:  # cancel all before waiting for one: the engine is stopped meanwhile
             job.is_cancelled = True
         for job in jobs:
             self._cancel(job)
 
     def _forget(self, nonce: str) -> None:
-        """Make everything stored so far a miss: the weights are about to be others."""
-        try:
-            if self._store is not None and self._store.role == "owner":
-                self._store.bump_generation()
-        except Exception as error:
-            self.faults.note("weight update", error)
-        self._base = updated(self._base, nonce)
+        """Make all stored blocks unreachable before a weight update."""
+        with self.faults.noted("weight update"):
+            if self.store is not None and self.store.role == "owner":
+                self.store.bump_generation()
+        self.base = updated(self.base, nonce)
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
-        # Of all that is queued on the device, their blocks may be zeroed by an earlier step, or
-        # still be read and written by the last one of the request that had them before.
+        # Work queued on the device may still zero the blocks, or read and write them for the
+        # request that had them before.
         after = self._queued() if plan.loads else None
         for work in plan.loads:
             self._counts["loads"] += 1
             try:
-                underway = self._start_load(work, after)
+                transfer = self._start_load(work, after)
             except Exception as error:
                 self.faults.note("load", error)
-                underway = None
-            if underway is None:
+                transfer = None
+            if transfer is None:
                 self._fail(work, work.start)
                 self._received.add(work.request_id)
             else:
-                self._loads[work.request_id] = underway
+                self._loads[work.request_id] = transfer
 
-    def _start_load(self, work: Work, after: Event | None) -> _Underway | None:
-        """Return the load, or None if nothing that was promised is there any more."""
-        if self._store is None:
-            self._store = self._open_late()
-        if self._store is None:
+    def _start_load(self, work: Work, after: kvstore.Event | None) -> _Transfer | None:
+        """Return the started load, or None if the promised blocks are no longer stored."""
+        if self.store is None:
+            self.store = self.open_late()
+        if self.store is None:
             self._report.lacks_store = True
             return None
-        needs_window = bool(self._engine.windows)
-        scope = self._store.scope(work.namespace)
+        needs_window = bool(self.engine.windows)
+        scope = self.store.scope(work.namespace)
         match = scope.lookup(
             work.tokens, work.request_id, need_window=needs_window, images=work.images
         )
@@ -163,25 +150,23 @@ class WorkerSide:
                     return None
                 window = scope.window(match)
             job = scope.load(match, self._blocks_of(work), work.start, after=after)
-        return _Underway(work, job, self._clock() + JOB_SECONDS, window)
+        return _Transfer(work, job, self.clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
-        """Start the saves of a step that has run, and take its windows."""
+        """Start the saves of a step after it was computed, and take its windows."""
         for work in plan.windows:
-            try:
+            with self.faults.noted("window"):
                 self._take_window(work)
-            except Exception as error:
-                self.faults.note("window", error)
-        if not self._writes:
+        if not self.writes:
             return
         event = None
         for work in plan.saves:
             try:
-                if self._store is None:
+                if self.store is None:
                     self._answer(work, work.start)
                     continue
                 event = event or self._queued()
-                job = self._store.scope(work.namespace).save(
+                job = self.store.scope(work.namespace).save(
                     work.tokens,
                     self._blocks_of(work),
                     work.start,
@@ -196,11 +181,11 @@ class WorkerSide:
                 self.faults.note("save", error)
                 self._answer(work, work.start)
                 continue
-            underway = _Underway(work, job, self._clock() + JOB_SECONDS)
-            self._saves.setdefault(work.request_id, []).append(underway)
+            transfer = _Transfer(work, job, self.clock() + JOB_SECONDS)
+            self._saves.setdefault(work.request_id, []).append(transfer)
 
     def finished(self, plan: StepPlan) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests that saves, and that loads, are done with, and the failed loads."""
+        """Return the requests whose saves ended, whose loads ended, and whose load failed."""
         self._awaited |= plan.awaited
         if plan.is_idle:
             self._wait_a_moment()
@@ -229,35 +214,33 @@ class WorkerSide:
         if jobs:
             jobs[0].wait(IDLE_SECONDS)
 
-    def _is_over(self, underway: _Underway) -> bool:
-        if underway.job.done:
+    def _is_over(self, transfer: _Transfer) -> bool:
+        if transfer.job.done:
             return True
-        if self._clock() >= underway.deadline and not underway.job.is_cancelled:
+        if self.clock() >= transfer.deadline and not transfer.job.is_cancelled:
             self._counts["overdue_jobs"] += 1
-            underway.job.is_cancelled = True  # not waited for: other requests go on
-        return underway.job.done
+            transfer.job.is_cancelled = True  # without waiting: other requests continue
+        return transfer.job.done
 
     def _end(self, job: kvstore.Job, deadline: float) -> None:
-        """Wait for a job, then cancel it: after that nothing touches vLLM's blocks."""
-        if job.wait(max(0.0, deadline - self._clock())):
+        """Wait for a job until the deadline, then cancel it. After that it touches no block of vLLM."""
+        if job.wait(max(0.0, deadline - self.clock())):
             return
         self._counts["overdue_jobs"] += 1
         self._cancel(job)
 
     def _cancel(self, job: kvstore.Job) -> None:
-        """Return when a job touches vLLM's blocks no more."""
+        """Cancel a job; return when it no longer touches vLLM's blocks."""
         try:
             job.cancel()
         except StoreError as error:
             self.faults.note("cancellation", error)
 
-    def _end_load(self, load: _Underway) -> None:
+    def _end_load(self, load: _Transfer) -> None:
         work, job = load.work, load.job
-        try:
-            if self._store is not None:
-                self._store.scope(work.namespace).release(work.request_id)
-        except Exception as error:
-            self.faults.note("release", error)
+        with self.faults.noted("release"):
+            if self.store is not None:
+                self.store.scope(work.namespace).release(work.request_id)
         loaded = max(work.start, job.loaded_tokens)
         if loaded == work.stop and load.window is not None:
             try:
@@ -270,53 +253,53 @@ class WorkerSide:
             self._fail(work, loaded)
 
     def _fail(self, work: Work, loaded: int) -> None:
-        """Tell vLLM to compute what was promised and is not there."""
+        """Report promised tokens that vLLM must compute."""
         self._counts["failed_load_tokens"] += work.stop - loaded
         self._report.failed.add(work.request_id)
-        if self._engine.group_count == 1:
-            layers = self._engine.layers[0]
+        if self.engine.group_count == 1:
+            layers = self.engine.layers[0]
             self._invalid_blocks |= set(
                 pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
             )
-        else:  # block ids of several groups overlap, so vLLM takes the request's name instead
+        else:  # block ids of several groups overlap, so vLLM takes the request id
             self._failed.add(work.request_id)
 
-    def _end_save(self, save: _Underway) -> None:
+    def _end_save(self, save: _Transfer) -> None:
         stored = save.job.stored
         end = save.work.start if stored is None else stored.end
-        present = 0 if stored is None else stored.present * self._engine.block_tokens
+        present = 0 if stored is None else stored.present * self.engine.block_tokens
         self._counts["saved_tokens"] += max(0, end - save.work.start - present)
         self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
         self._answer(save.work, end)
 
     def _answer(self, work: Work, end: int) -> None:
-        """Tell the scheduler's side how many leading tokens a save left stored here."""
+        """Report to the scheduler how many leading tokens are stored after a save."""
         self._report.saved.setdefault(work.request_id, []).append(end)
 
     # ---- tensors -------------------------------------------------------------------------------
 
     def _blocks_of(self, work: Work) -> kvstore.Pages:
-        """Return where the GLOBAL entries of a request lie."""
-        stored = [layers for layers in self._engine.layers if not layers.is_window]
+        """Return the pages of the GLOBAL entries of a request."""
+        stored = [layers for layers in self.engine.layers if not layers.is_window]
         return kvstore.Pages(
             {layers.name: self._pages[layers.name] for layers in stored},
             {layers.name: work.blocks[layers.index] for layers in stored},
         )
 
-    def _queued(self) -> Event | None:
-        """Return what the device reaches when it has run everything queued so far."""
-        return self._record(self._pages[self._engine.layers[0].name][0].device)
+    def _queued(self) -> kvstore.Event | None:
+        """Return an event after all work queued on the device."""
+        return self.record(self._pages[self.engine.layers[0].name][0].device)
 
     def _window_pages(self, work: Work) -> WindowPages:
-        sizes = [layers.page_tokens for layers in self._engine.windows]
-        return WindowPages.of(work.stop, self._engine.layout.window_tokens, sizes)
+        sizes = [layers.page_tokens for layers in self.engine.windows]
+        return WindowPages.of(work.stop, self.engine.layout.window_tokens, sizes)
 
     def _take_window(self, work: Work) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         span = self._window_pages(work)
         rows: dict[str, NDArray[np.uint8]] = {}
-        for layers in self._engine.windows:
+        for layers in self.engine.windows:
             size = layers.page_tokens
             first, stop = span.needed(size)
             pages = self._pages[layers.name]
@@ -327,14 +310,14 @@ class WorkerSide:
                 target[first - span.start // size :] = view[ids].flatten(1).to(target.device)
             rows[layers.name] = taken.numpy()
         snapshot = kvstore.WindowSnapshot(span.start, span.stop, rows)
-        self._counts["windows_taken"] += self._store.scope(work.namespace).put_window(
+        self._counts["windows_taken"] += self.store.scope(work.namespace).put_window(
             work.tokens, snapshot, images=work.images
         )
 
     def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
-        """Copy a window into the request's own blocks; vLLM shares those below ``start``."""
+        """Copy a window to the request's own blocks; vLLM shares those before ``start``."""
         span = self._window_pages(work)
-        for layers in self._engine.windows:
+        for layers in self.engine.windows:
             first, stop = span.needed(layers.page_tokens, work.start)
             if first == stop:
                 continue
@@ -344,7 +327,7 @@ class WorkerSide:
             for view, rows in zip(pages, torch.from_numpy(held), strict=True):
                 view[ids] = rows.to(view.device).reshape(len(ids), *view.shape[1:])
 
-    # ---- what it tells -------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that loads did not fill, since the last call."""
@@ -352,43 +335,43 @@ class WorkerSide:
         return invalid
 
     def take_report(self) -> WorkerReport | None:
-        """Return what the scheduler's side has to know, since the last call."""
-        if self._engine.windows and self._store is not None:
+        """Return the report to the scheduler since the last call, None if it is empty."""
+        if self.engine.windows and self.store is not None:
             try:
-                pooled = self._store.pooled_windows()
+                pooled = self.store.pooled_windows()
             except Exception as error:
                 self.faults.note("window", error)
                 pooled = frozenset()
             if pooled != self._pooled:
                 self._pooled = pooled
-                self._report.pooled[self._rank] = pooled
+                self._report.pooled[self.rank] = pooled
         report, self._report = self._report, WorkerReport()
         return None if report.is_empty else report
 
     def stats(self) -> StoreStats:
-        """Return what was counted since the last call."""
+        """Return the counters since the last call."""
         counts = self._counts + self.faults.counts
         self._counts, self.faults.counts = Counter(), Counter()
         return StoreStats.of(counts)
 
     def flush(self) -> None:
-        """Return when everything saved so far survives power loss. For tests and measurements."""
-        if self._store is not None:
-            self._store.flush()
+        """Return when all saves so far survive power loss. For tests and measurements."""
+        if self.store is not None:
+            self.store.flush()
 
     def close(self) -> None:
-        """Return when nothing touches vLLM's blocks any more."""
+        """End all transfers; after that nothing touches vLLM's blocks."""
         for load in self._loads.values():
-            self._end(load.job, self._clock())
+            self._end(load.job, self.clock())
         for saves in self._saves.values():
             for save in saves:
                 self._end(save.job, save.deadline)
 
 
 def _live(work: Work, layers: PagedLayers, first: int, stop: int) -> torch.Tensor:
-    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` where vLLM keeps none."""
+    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` if vLLM has freed one."""
     ids = work.blocks[layers.index][first:stop]
     if len(ids) < stop - first or NULL_BLOCK in ids:
-        msg = f"vLLM gave away a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
+        msg = f"vLLM has freed a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"
         raise ValueError(msg)
     return torch.tensor(ids, dtype=torch.int64)

@@ -94,13 +94,13 @@ class Server:
     def books(self) -> Any:
         """The keys that the adapter has, with or without a serde around it."""
         found = self.adapter
-        return (found if isinstance(found, KVStoreL2Adapter) else found._inner)._entries
+        return (found if isinstance(found, KVStoreL2Adapter) else found._inner).objects.entries
 
     def forget(self) -> None:
         self.manager.clear(force=True)
 
     def fetch(self, keys: list[Any], desc: Any = DESC) -> tuple[int, list[torch.Tensor]]:
-        """Prefetch through the controller; what came from L2, and the objects in order."""
+        """Prefetch through the controller; return the L2 hits, and the objects in order."""
         rows = [GroupedObjectKeys(keys, keys[0].object_group_id, desc)]
         handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(rows))
         assert self.manager.wait_prefetch_status(handle, WAIT)

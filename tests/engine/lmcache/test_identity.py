@@ -18,7 +18,7 @@ from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from kvstore import ConfigError
-from kvstore.engine.lmcache import check_keys
+from kvstore.engine.lmcache.keys import check_keys
 from tests.engine.lmcache.engine import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")

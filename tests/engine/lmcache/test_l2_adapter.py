@@ -34,10 +34,9 @@ from kvstore import ConfigError, LayoutMismatch, StoreBusy
 from kvstore.engine.lmcache import (
     KVStoreL2Adapter,
     KVStoreL2AdapterConfig,
-    decode_key,
-    encode_key,
 )
-from kvstore.transfer.tasks import TaskThread
+from kvstore.engine.lmcache.keys import decode_key, encode_key
+from kvstore.engine.lmcache.tasks import TaskQueue
 from tests.engine.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
 from tests.stores import tier_of
 
@@ -192,7 +191,7 @@ def test_a_serde_of_lmcache_around_it(tmp_path: Path) -> None:
 
 
 class Item:
-    """A memory object of LMCache over a plain tensor: what an adapter asks of one."""
+    """A memory object of LMCache over a plain tensor, with the members that the adapter uses."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -326,9 +325,9 @@ def test_two_layouts_of_one_key_are_locked_and_given_back_apart(tmp_path: Path) 
 def test_a_store_task_fails_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with adapter(tmp_path) as a:
         store(a, [key_of(0)], [item_of(0)])
-        own = a._stores[4096]
+        own = a.objects.stores[4096]
         real = own.exists
-        bad = encode_key(key_of(2), a._layout_of(item_of(2)))
+        bad = encode_key(key_of(2), a._entries([key_of(2)], [item_of(2)])[0].layout)
         monkeypatch.setattr(own, "exists", lambda names: 0 if names == [bad] else real(names))
         assert not store(a, [key_of(1), key_of(2)], [item_of(1), item_of(2)]).is_successful()
         assert lookup(a, [key_of(0), key_of(1), key_of(2)]) == [True, False, False]
@@ -344,7 +343,7 @@ def test_a_failing_disk_fails_tasks_and_shows_in_the_status(
 ) -> None:
     with adapter(tmp_path) as a:
         store(a, [key_of(0)], [item_of(0)])
-        tier = tier_of(a._stores[4096])
+        tier = tier_of(a.objects.stores[4096])
 
         def fail(*_: Any) -> None:
             raise OSError("the disk is gone")
@@ -366,10 +365,10 @@ def test_a_failing_disk_ends_no_thread_of_lmcache(
     with adapter(tmp_path, sizes=2) as a:
         keys, items = [key_of(0), key_of(1)], [item_of(0), item_of(1, 8192)]
         assert store(a, keys, items).is_successful()
-        monkeypatch.setattr(a._stores[4096], "delete", fail)
+        monkeypatch.setattr(a.objects.stores[4096], "delete", fail)
         a.delete([keys[0]])
         assert a.report_status()["failed_tasks"] == 1
-        monkeypatch.setattr(tier_of(a._stores[4096]), "sync", fail)
+        monkeypatch.setattr(tier_of(a.objects.stores[4096]), "sync", fail)
     assert a.report_status()["is_healthy"] is False
     with adapter(tmp_path, sizes=2) as a:
         assert lookup(a, keys, {}) == [True, True], "both stores were closed"
@@ -392,14 +391,14 @@ def test_an_object_that_goes_before_it_is_noted_leaves_the_books(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with adapter(tmp_path) as a:
-        enter = a._enter
+        enter = a.objects.enter
 
         def late(block_id: bytes, entry: Any) -> bool:
-            a._stores[4096].delete([entry.name])
-            a._settle()  # as in a thread of LMCache's that evicts or loads
+            a.objects.stores[4096].delete([entry.name])
+            a.report_removed()  # as in a thread of LMCache's that evicts or loads
             return bool(enter(block_id, entry))
 
-        monkeypatch.setattr(a, "_enter", late)
+        monkeypatch.setattr(a.objects, "enter", late)
         store(a, [key_of(0)], [item_of(0)])
         assert a.get_usage().total_bytes_used == 0
         assert a.list_l2_keys().entries == ()
@@ -422,7 +421,7 @@ def test_objects_of_several_sizes_share_the_cap(tmp_path: Path) -> None:
         pass
 
 
-def _is_idle(worker: TaskThread) -> bool:
+def _is_idle(worker: TaskQueue) -> bool:
     return worker.waiting == 0
 
 
@@ -432,7 +431,7 @@ def test_a_full_queue_fails_at_once_and_unlocking_never_does(tmp_path: Path) -> 
         store(a, [key], [item])
         lookup(a, [key])
         gate = threading.Event()
-        for worker in (a._writer, a._reader):
+        for worker in (a.writer, a.reader):
             worker.submit(lambda: gate.wait(WAIT) and None)
             is_idle = functools.partial(_is_idle, worker)
             until(is_idle)
@@ -497,7 +496,7 @@ def test_listeners_hear_of_everything_once(tmp_path: Path) -> None:
             elif what == "deleted":
                 assert there.issuperset(keys), "deleted and never stored"
                 there.difference_update(keys)
-        assert there == set(a._entries)
+        assert there == set(a.objects.entries)
         assert a.get_usage().total_bytes_used == 4096 * len(there)
 
 
@@ -558,7 +557,7 @@ def test_threads_of_both_controllers_and_an_evictor_at_once(tmp_path: Path) -> N
         for thread in threads:
             thread.join(120)
         assert not failures, failures
-        a._settle()
+        a.report_removed()
         status = a.report_status()
         assert status["stored_object_count"] == status["stores"]["4096"]["tiers"]["ssd"]["blocks"]
         assert a.get_usage().total_bytes_used == 4096 * status["stored_object_count"]
@@ -599,11 +598,11 @@ GIVEN = {"path": "p", "revision": "unchecked"}
     [
         ({}, "'path' is missing"),
         ({"path": "p", "size": 1}, "'size' is unknown, expected some of path, ssd_bytes, sizes"),
-        ({"path": 1}, "'path' must be text"),
+        ({"path": 1}, "'path' must be a text"),
         ({"path": "p"}, "'revision' is missing.*weights_digest.*or 'unchecked'"),
         ({"path": "p", "revision": ""}, "'revision' is missing"),
-        ({"path": "p", "revision": 7}, "'revision' must be text"),
-        ({"path": "p", "secret": 1}, "'secret' must be True or False"),
+        ({"path": "p", "revision": 7}, "'revision' must be a text"),
+        ({"path": "p", "secret": 1}, "'secret' must be true or false"),
         ({**GIVEN, "ssd_bytes": "lots"}, "ssd_bytes must be bytes"),
         ({**GIVEN, "sizes": 0}, "'sizes' must be a positive integer"),
         ({**GIVEN, "queue_tasks": True}, "'queue_tasks' must be a positive integer"),
@@ -658,7 +657,7 @@ def test_a_store_that_cannot_be_opened_is_ill_health_until_one_can(tmp_path: Pat
         status = a.report_status()
         assert not status["is_healthy"]
         assert "ssd_bytes is 1024, expected at least" in status["alarms"][0]
-        a._capacity = 1 << 26
+        a.objects.capacity = 1 << 26
         assert store(a, [key_of(1)], [item_of(1)]).is_successful()
         assert a.report_status()["is_healthy"]
 
@@ -688,7 +687,7 @@ def test_nothing_abstract_is_left_and_nothing_new_was_added() -> None:
 
 
 def test_a_worker_runs_what_it_took_and_stops() -> None:
-    worker = TaskThread("test", 2)
+    worker = TaskQueue("test", 2)
     done: list[int] = []
     for number in range(2):
         assert worker.submit(lambda number=number: done.append(number))  # type: ignore[misc]

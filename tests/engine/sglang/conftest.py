@@ -1,4 +1,4 @@
-"""What a scheduler process of SGLang has before it makes a cache: one rank, and its settings."""
+"""The state of an SGLang scheduler process before it makes a cache: one rank, and its settings."""
 
 from __future__ import annotations
 

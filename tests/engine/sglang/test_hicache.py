@@ -41,7 +41,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvstore import ConfigError, LayoutMismatch, StoreError
-from kvstore.engine.sglang import IN_HOST, KV, ON_SSD, KVStoreHiCache
+from kvstore.engine.sglang import KVStoreHiCache
+from kvstore.engine.sglang.pools import IN_HOST, KV, ON_SSD
 from tests.builders import Clock
 from tests.engine.sglang.engine import (
     PAGE,
@@ -117,7 +118,7 @@ def prefetch(
     handle: Any = "r",
     **pools: Any,
 ) -> tuple[int, int, Any]:
-    """Query, then transfer, through the controller's threads: tokens found, tokens that came."""
+    """Query, then transfer, through the controller's threads; return tokens found and tokens loaded."""
     c.prefetch(handle, ids, **pools)
     operation = c.prefetch_hit_queue.get(timeout=WAIT)
     found = operation.storage_hit_count
@@ -253,7 +254,7 @@ def test_another_salt_or_lora_never_hits(tmp_path: Path, mine: dict[str, str]) -
 
 
 def flip(path: Path, needle: bytes) -> None:
-    """Flip a bit inside the one place of a store's file that holds ``needle``."""
+    """Flip a bit in the only occurrence of ``needle`` in a store's file."""
     data = bytearray(path.read_bytes())
     at = data.find(needle)
     assert at >= 0
@@ -291,7 +292,7 @@ def test_a_page_that_goes_between_query_and_transfer_is_a_miss(tmp_path: Path, v
         before = pages_at(host, slots)
         backup(c, ids, slots)
         host.kv_buffer.zero_()
-        pool = c.storage_backend._pools[KV]
+        pool = c.storage_backend.pools.by_name[KV]
         last = get_storage_hash_str(ids, None, page_size=PAGE)[4]
         found, came, _ = prefetch(c, ids, slots, lambda: pool.store.delete([pool.key(last)]))
         assert (found, came) == (6 * PAGE, 4 * PAGE)
@@ -309,7 +310,7 @@ def test_an_error_below_never_ends_a_thread(
     with controller(tmp_path) as c:
         ids, slots = tokens(4), c.mem_pool_host.alloc(4 * PAGE)
         backup(c, ids, slots)
-        store = c.storage_backend._pools[KV].store
+        store = c.storage_backend.pools.by_name[KV].store
         for name in ("exists", "get", "put"):
             with monkeypatch.context() as patch:
                 patch.setattr(store, name, fail)
@@ -319,7 +320,7 @@ def test_an_error_below_never_ends_a_thread(
         assert all(thread.is_alive() for thread in threads_of(c))
         counts = c.storage_backend.stats()["counts"]
         assert counts["error in batch_get_v1"] == counts["error in batch_exists"] == 3
-        lines = [r.message for r in caplog.records if "HiCache on kvstore" in r.message]
+        lines = [r.message for r in caplog.records if r.name == "kvstore.engine.sglang"]
         assert len(lines) == len(set(lines)), "one line for a kind of failure"
         assert prefetch(c, ids, slots)[:2] == (4 * PAGE, 4 * PAGE)
 
@@ -437,7 +438,7 @@ def test_trailing_pages_never_reach_the_disk(tmp_path: Path) -> None:
         secret = [page.numpy().tobytes() for page in pages_at(h.pools["swa"], window)]
         shown = pages_at(h.pools["kv"], slots)[0].numpy().tobytes()
         backup(h.controller, ids, slots, extra_pools=h.transfers(window, hashes))
-        assert len(h.backend.trailing) == 4
+        assert len(h.backend.pools.trailing) == 4
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert any(shown in data for data in files), "the search can find what is there"
     assert not any(page[:64] in data for page in secret for data in files)
@@ -454,8 +455,8 @@ def test_a_trailing_pool_restores_only_where_its_pages_are(tmp_path: Path) -> No
         slots, window = h.pools["kv"].alloc(6 * PAGE), h.pools["swa"].alloc(6 * PAGE)
         backup(h.controller, tokens(6), slots, extra_pools=h.transfers(window, hashes))
         for gone in (2, 5):
-            pool = h.backend._pools["swa"]
-            h.backend.trailing._drop(("swa", pool.key(hashes[gone])))
+            pool = h.backend.pools.by_name["swa"]
+            h.backend.pools.trailing._drop(("swa", pool.key(hashes[gone])))
         result = h.backend.batch_exists_v2(hashes, h.transfers(window, hashes[4:]))
         assert result.restorable_prefix_pages == [1, 2, 5]
         assert result.kv_hit_pages == 5
@@ -477,7 +478,7 @@ def test_a_sidecar_that_goes_between_query_and_transfer_clamps_both(tmp_path: Pa
         backup(h.controller, ids, slots, extra_pools=transfers)
         for pool in h.pools.values():
             pool.kv_buffer.zero_()
-        pool = h.backend._pools["indexer"]
+        pool = h.backend.pools.by_name["indexer"]
         found, came, _ = prefetch(
             *(h.controller, ids, slots, lambda: pool.store.delete([pool.key(hashes[2])])),
             handle=HANDLE,
@@ -506,7 +507,7 @@ def test_trailing_pages_expire_and_are_capped(tmp_path: Path) -> None:
         return PoolTransfer(PoolName.SWA, host_indices=at, keys=some, hit_policy=TRAILING)
 
     assert backend.batch_set_v2([transfer(keys, slots)]) == {"swa": [True] * 5}
-    assert backend.trailing.live_bytes == 3 * size
+    assert backend.pools.trailing.live_bytes == 3 * size
     assert backend.stats()["counts"] == {"window_bytes is too small": 1}
     done = backend.batch_get_v2([transfer(keys, slots)])
     assert done == {"swa": [False, False, True, True, True]}
@@ -515,7 +516,7 @@ def test_trailing_pages_expire_and_are_capped(tmp_path: Path) -> None:
     clock.now += 2
     done = backend.batch_get_v2([transfer(keys, slots)])
     assert done == {"swa": [False, False, False, False, True]}
-    assert backend.trailing.live_bytes == size
+    assert backend.pools.trailing.live_bytes == size
     backend.close()
 
 
@@ -578,8 +579,8 @@ def test_parents_by_prefix_keys_and_without_them(tmp_path: Path) -> None:
         lost = HiCacheStorageExtraInfo(prefix_keys=["was never stored"])
         assert b.batch_set_v1(keys[4:], slots[4 * PAGE :], lost) == [True] * 2
         assert b.batch_exists(keys) == 6
-        pool = b._pools[KV]
-        assert pool.store.delete([pool.key(keys[1])]) == 3, "k2 and k3 hang on k1"
+        pool = b.pools.by_name[KV]
+        assert pool.store.delete([pool.key(keys[1])]) == 3, "k2 and k3 are descendants of k1"
         assert pool.store.delete([pool.key(keys[4])]) == 2
 
 
@@ -597,7 +598,7 @@ def test_one_request_takes_no_more_than_its_share(tmp_path: Path) -> None:
         assert 20 < kept < 100
         assert done == [True] * kept + [False] * (120 - kept)
         assert b.batch_exists(keys) == kept
-        assert b._pools[KV].store.stats()["tiers"]["ssd"]["blocks"] == kept
+        assert b.pools.by_name[KV].store.stats()["tiers"]["ssd"]["blocks"] == kept
 
 
 @pytest.mark.parametrize(
@@ -653,7 +654,7 @@ def test_pools_of_unknown_kind_are_refused(tmp_path: Path) -> None:
         assert b.batch_set_v2([transfer]) == b.batch_get_v2([transfer]) == {name: [False]}
         gated = b.batch_exists_v2(["k"], [transfer]).kv_hit_pages
         assert gated == (1 if policy == PoolHitPolicy.BLOCK_GROUPS else 0)
-    assert len(b.trailing) == 0
+    assert len(b.pools.trailing) == 0
     assert {item.name for item in next(tmp_path.iterdir()).iterdir()} == {"kv"}
     b.close()
 
@@ -669,12 +670,12 @@ def test_a_store_that_cannot_be_closed_keeps_no_other_open(
     b.register_mem_pool_host(host)
     b.register_mem_host_pool_v2(host, PoolName.DRAFT)
     b.on_host_pools_registered()
-    for pool in b._pools.values():
+    for pool in b.pools.by_name.values():
         monkeypatch.setattr(tier_of(pool.store), "sync", fail)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="the disk is gone"):
         b.close()
     with backend(tmp_path, host) as again:
-        assert again._pools[KV].store.is_owner
+        assert again.pools.by_name[KV].store.is_owner
 
 
 def test_a_logical_anchor_counts_pages(tmp_path: Path) -> None:
@@ -706,12 +707,12 @@ GIVEN = {"path": "p", "weights": "unchecked"}
     [
         ({}, "'path' is missing"),
         ({"path": "p", "ssdbytes": 1}, "'ssdbytes' is unknown, expected some of path"),
-        ({"path": 3}, "'path' must be text"),
-        ({"path": "p", "tenant": None}, "'tenant' must be text"),
+        ({"path": 3}, "'path' must be a text"),
+        ({"path": "p", "tenant": None}, "'tenant' must be a text"),
         ({"path": "p"}, "'weights' is missing.*weights_digest.*or 'unchecked'"),
         ({"path": "p", "weights": " "}, "'weights' is missing"),
-        ({"path": "p", "weights": 7}, "'weights' must be text"),
-        ({"path": "p", "secret": "yes"}, "'secret' must be True or False"),
+        ({"path": "p", "weights": 7}, "'weights' must be a text"),
+        ({"path": "p", "secret": "yes"}, "'secret' must be true or false"),
         ({**GIVEN, "ssd_bytes": "much"}, "ssd_bytes must be bytes or a size"),
         ({**GIVEN, "window_ttl": 0}, "'window_ttl' must be positive seconds"),
         ({**GIVEN, "window_ttl": "1"}, "'window_ttl' must be positive seconds"),

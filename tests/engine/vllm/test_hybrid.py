@@ -21,7 +21,7 @@ LENGTHS = (90, 128, 129, 256, 300, 513, 900)
 
 
 def repeat(llm: Any) -> list[tuple[tuple[int, ...], int]]:
-    """Answers without what vLLM itself remembers."""
+    """Answers without vLLM's own prefix cache."""
     assert llm.reset_prefix_cache()
     return ask(llm, [prompt(length, seed=length) for length in LENGTHS], count=12)
 
@@ -58,7 +58,7 @@ def test_with_its_window_a_hit_answers_alike_and_without_it_is_shorter(
         connectors(llm)[0].scheduler_side._pools = {0: frozenset()}
         assert repeat(llm) == [(tokens, 0) for tokens in cold]
         worker = connectors(llm)[1].worker_side
-        assert not worker.faults._said
+        assert not worker.faults._logged
     with engine(model, tmp_path / "s") as llm:
         assert repeat(llm) == [(tokens, 0) for tokens in cold], "windows survive no restart"
         assert repeat(llm) == list(zip(cold, hits, strict=True))
@@ -84,7 +84,7 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(
         def watch(work: Work, window: Any) -> None:
             shared = {
                 layers.name: [b for b in work.blocks[layers.index][: work.start // BLOCK] if b]
-                for layers in worker._engine.windows
+                for layers in worker.engine.windows
             }
             before = {
                 name: [page[ids].clone() for page in worker._pages[name]]
@@ -104,4 +104,4 @@ def test_a_window_goes_into_the_blocks_of_its_request_alone(
         tokens, cached = ask(llm, [[*ids, 7]])[0]
         assert (tokens, cached) == (cold, 640)
         assert [work.start for work in seen] == [512]
-        assert not worker.faults._said
+        assert not worker.faults._logged

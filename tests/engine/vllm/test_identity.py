@@ -70,7 +70,7 @@ class Backend:
 
 
 class OtherBackend(Backend):
-    """Another one, whose blocks have as many bytes."""
+    """Another format, with blocks of equal size."""
 
 
 class Layer(AttentionLayerBase):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class Layer(AttentionLayerBase):  # type: ignore[misc]
 
 
 def shown(value: float, **options: Any) -> MultiModalKwargsItem:
-    """What a processor made of a picture."""
+    """The output of a processor for a picture."""
     tensor = torch.full((3, 8), value, **options)
     element = MultiModalFieldElem(data=tensor, field=MultiModalBatchedField())
     return MultiModalKwargsItem({"pixel_values": element})
@@ -111,7 +111,7 @@ class Setting:
     page: int = PAGE
     window: int = 0
     cache: dict[str, Any] = field(default_factory=dict)
-    """What else the KV cache config says."""
+    """Other fields of the KV cache config."""
     seed: int = 1
     salt: str | None = None
     lora: LoRARequest | None = None
@@ -313,7 +313,7 @@ CHANGES: dict[str, list[tuple[str, Any]]] = {
     "tenant": [("salt", "s"), ("salt", ""), ("extra", {"tenant": "t"})],
     "secret": [("extra", {"secret": True})],
 }
-"""What to change for a row: a field of a setting, and its value or what to add to it."""
+"""The change of a row: a field of a setting, and its value or an addition to it."""
 
 
 class TestIdentity(IdentityContract):
@@ -453,8 +453,8 @@ def test_ranks_that_disagree_store_and_find_nothing(tmp_path: Path) -> None:
         for said in ({0: mine, 1: other}, {}):
             one.scheduler.set_xfer_handshake_metadata(said)
             assert one.hit(f"b{len(said)}") == 0
-        [(what, _)] = one.side.faults._said
-        assert "have not said" in what
+        [(what, _)] = one.side.faults._logged
+        assert "reported no namespace" in what
 
 
 # ---- engines -------------------------------------------------------------------------------------

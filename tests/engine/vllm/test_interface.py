@@ -1,4 +1,4 @@
-"""What the connector takes for granted in vLLM: signatures, specs, and its own options."""
+"""The connector's assumptions about vLLM: signatures and specs; and its options."""
 
 from __future__ import annotations
 

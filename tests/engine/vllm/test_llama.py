@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cold(model: str) -> Answers:
-    """What vLLM answers without any cache."""
+    """The answers of vLLM without any cache."""
     with engine(model, enable_prefix_caching=False) as llm:
         answers = {length: tokens for length, (tokens, _) in each(llm).items()}
         shared = list(range(100, 800, 100))
@@ -61,7 +61,7 @@ def cold(model: str) -> Answers:
 
 @pytest.fixture(scope="module")
 def filled(model: str, cold: Answers, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with all those prompts, written by an engine that is gone."""
+    """A store with all those prompts, written by an engine that has ended."""
     store = tmp_path_factory.mktemp("store") / "s"
     with engine(model, store) as llm:
         for length, (tokens, cached) in each(llm).items():
@@ -124,7 +124,7 @@ def test_pages_of_32_tokens_with_blocks_of_128(
         assert ask(llm, [prompt(700, seed=0)]) == [(cold[-700], 0)]
     with engine(model, tmp_path / "s", block_size=32) as llm:
         worker = connectors(llm)[1].worker_side
-        assert worker._engine.block_tokens == BLOCK
+        assert worker.engine.block_tokens == BLOCK
         salted = ask(llm, [prompt(200, seed=0)[:170] + [3] * 9], count=1)
         assert salted[0][1] == 128
         plans: list[StepPlan] = []
@@ -274,7 +274,7 @@ def test_a_corrupted_block_shortens_the_hit(model: str, cold: Answers, filled: P
 
 
 def test_a_forged_block_changes_the_tokens(model: str, cold: Answers, filled: Path) -> None:
-    """The negative control: what no checksum can see shows in the comparison of tokens."""
+    """The negative control: the comparison of tokens detects wrong bytes with valid checksums."""
     with engine(model, filled) as llm:
         ssd, keys = blocks_of(llm, prompt(385, seed=385))
         frame_format = inside(connectors(llm)[1]._stores[0]).format

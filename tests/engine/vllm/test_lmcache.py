@@ -66,7 +66,7 @@ class Server:
 
     @property
     def tier(self) -> dict[str, Any]:
-        """What the server says of this store; nothing before it answers."""
+        """The server's status of this store; None before it answers."""
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.http}/status", timeout=5) as reply:

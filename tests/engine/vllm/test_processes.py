@@ -1,4 +1,4 @@
-"""Engines whose workers are processes: executors, tensor parallelism, a kill in the middle."""
+"""Engines whose workers are processes: executors, tensor parallelism, a kill during work."""
 
 from __future__ import annotations
 

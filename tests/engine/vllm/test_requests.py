@@ -394,7 +394,7 @@ def test_a_reset_before_sleep_saves_no_block_that_is_gone_afterwards(
         request = Request("r", prompt(300, seed=2), SamplingParams(max_tokens=1), None)
         side.add(request)
         side.admit(request, table, 0)
-        side._tracked["r"].settled = 300  # it has run, and its save is planned with the next step
+        side._tracked["r"].final = 300  # it has run, and its save is planned with the next step
         assert side.finish(request, table), "vLLM keeps its blocks until workers say so"
         side.reset()
         plan = side.plan([], (), lambda _: table)
@@ -454,8 +454,8 @@ def test_a_store_that_fails_costs_hits_and_nothing_else(
                 assert [tokens for tokens, _ in found] == answers, work
             llm.reset_prefix_cache()
             assert [tokens for tokens, _ in ask(llm, ids)] == answers
-        assert ("save", OSError) in worker.faults._said
-        assert ("load", OSError) in worker.faults._said
+        assert ("save", OSError) in worker.faults._logged
+        assert ("load", OSError) in worker.faults._logged
         # A disk that hangs: the request waits for the deadline and is computed.
         llm.reset_prefix_cache()
         with monkeypatch.context() as patch:

@@ -27,7 +27,7 @@ Answers = list[tuple[int, ...]]
 def cold(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, str, Answers]:
-    """A model without windows, and one with them: what vLLM answers without any cache."""
+    """The answers of vLLM without any cache, for a model without windows and one with windows."""
     model = save_model(tmp_path_factory.mktemp(request.param), request.param)
     with engine(model, enable_prefix_caching=False) as llm:
         return request.param, model, [tokens for tokens, _ in ask(llm, PROMPTS)]
@@ -58,8 +58,8 @@ def test_hits_tokens_and_events_with_a_secret_and_without(
         assert len(named) == sum((length + 7) // BLOCK for length in LENGTHS)
         for name in named:
             assert ssd.record(BlockKey(name[:KEY_BYTES])) is not None
-        assert not scheduler.scheduler_side.faults._said
-        assert not worker.worker_side.faults._said
+        assert not scheduler.scheduler_side.faults._logged
+        assert not worker.worker_side.faults._logged
     with engine(model, tmp_path / "s", extra={"secret": secret}) as llm:
         assert ask(llm, PROMPTS) == (hits if kind == "llama" else misses), "no window survives"
         forget(llm)

@@ -1,4 +1,4 @@
-"""A worker's side over plain tensors: what comes after what, and what it says of itself."""
+"""WorkerSide over plain tensors: order of operations, reports and logs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 import kvstore
-from kvstore.cache.jobs import Event
-from kvstore.engine.vllm import KVStoreConnector, connector, faults
+from kvstore.engine.faults import Faults
+from kvstore.engine.vllm import KVStoreConnector, connector, log
 from kvstore.engine.vllm.groups import engine_layout
 from kvstore.engine.vllm.messages import Identity, StepPlan, Work
 from kvstore.engine.vllm.worker import WorkerSide
@@ -53,7 +53,7 @@ class Worker:
         self,
         stack: ExitStack,
         path: Path,
-        record: Callable[[torch.device], Event | None] = lambda _: None,
+        record: Callable[[torch.device], kvstore.Event | None] = lambda _: None,
     ) -> None:
         self.cache = torch.rand(8, 2, 128, 64)
         self.store = stack.enter_context(
@@ -70,7 +70,7 @@ class Worker:
         stack.callback(self.side.close)
 
     def finish(self, name: str) -> None:
-        """Wait for the saves and the load of a request, and take in what became of them."""
+        """Wait for the saves and the load of a request, and collect their results."""
         underway = [*self.side._saves.get(name, ()), *filter(None, [self.side._loads.get(name)])]
         assert all(one.job.wait() for one in underway)
         self.side.finished(StepPlan())
@@ -125,7 +125,7 @@ def test_tokens_that_were_there_are_not_counted_as_saved(stack: ExitStack, tmp_p
 
 
 def test_a_preempted_request_is_not_waited_for(stack: ExitStack, tmp_path: Path) -> None:
-    """The engine stands still meanwhile. What was not copied yet stays unsaved."""
+    """The engine is stopped meanwhile. Blocks that are not yet copied stay unsaved."""
     never = threading.Event()
     worker = Worker(stack, tmp_path / "s", lambda _: never)
     for name, blocks in (("a", (0, 1)), ("b", (2, 3))):
@@ -141,7 +141,7 @@ def test_a_preempted_request_is_not_waited_for(stack: ExitStack, tmp_path: Path)
 
 def test_a_worker_without_its_store_says_so(stack: ExitStack, tmp_path: Path) -> None:
     worker = Worker(stack, tmp_path / "s")
-    worker.side._store = None
+    worker.side.store = None
     worker.side.load(StepPlan(loads=(work("a", 256, (0, 1)),)))
     report = worker.side.take_report()
     assert report is not None
@@ -181,11 +181,11 @@ def test_lines_appear_as_vllm_writes_its_own(monkeypatch: pytest.MonkeyPatch) ->
     vllm.propagate = False
     vllm.setLevel(logging.INFO)
     for _ in range(2):  # a scheduler's connector and a worker's, in one process
-        faults.log_as_vllm()
+        log.log_as_vllm()
     logging.getLogger("kvstore.tier.ssd.tier").info("opened")
     root = Lines()
     logging.root.addHandler(root)
-    faults.log.error("lost")
+    log.log.error("lost")
     assert theirs.lines == ["INFO [kvstore.tier.ssd.tier] opened", "ERROR [kvstore.vllm] lost"]
     assert not root.lines
 
@@ -198,14 +198,14 @@ def test_who_has_said_where_kvstore_logs_keeps_it(
     theirs, mine = Lines(), Lines()
     vllm.addHandler(theirs)
     logging.getLogger(None if name == "root" else name).addHandler(mine)
-    faults.log_as_vllm()
-    faults.log.error("lost")
+    log.log_as_vllm()
+    log.log.error("lost")
     assert mine.lines == ["ERROR [test_worker.py] lost"]
     assert not theirs.lines
 
 
 def test_an_error_that_says_it_all_has_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    noted = faults.Faults()
+    noted = Faults(log.log)
     noted.note("load", kvstore.StoreError("the disk is gone"))
     noted.note("load", ZeroDivisionError("a bug"))
     assert [record.exc_info is None for record in caplog.records] == [True, False]
@@ -215,7 +215,7 @@ def test_an_error_that_says_it_all_has_no_traceback(caplog: pytest.LogCaptureFix
 
 
 def vllm_config(path: Path, **extra: Any) -> Any:
-    """What of a ``VllmConfig`` a connector looks at before it opens its store."""
+    """The fields of a ``VllmConfig`` that a connector reads before it opens its store."""
     transfer = SimpleNamespace(
         kv_connector_extra_config={"path": str(path), **extra},
         kv_load_failure_policy="recompute",
@@ -273,7 +273,7 @@ def test_a_store_that_cannot_be_opened_costs_hits_and_no_engine(
     opened = KVStoreConnector(vllm_config(tmp_path / "s"), role, CONFIG)
     lines = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(lines) == 1
-    assert "nothing is loaded from" in lines[0].getMessage()
+    assert "cannot be opened, so nothing is loaded" in lines[0].getMessage()
     if role == KVConnectorRole.WORKER:
         opened.register_kv_caches({NAME: torch.zeros(8, 2, 128, 64)})
         opened.worker_side.load(StepPlan(loads=(work("a", 256, (0, 1)),)))

@@ -1,0 +1,111 @@
+"""Asynchronous tasks as LMCache's controllers expect them: bounded queues, event fds and results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from lmcache.v1.platform import create_event_notifier
+
+T = TypeVar("T")
+
+
+class TaskQueue:
+    """One thread that runs tasks in order. At most ``bound`` tasks wait."""
+
+    def __init__(self, name: str, bound: int) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._bound = bound
+        self._lock = threading.Lock()
+        self.waiting = 0
+
+    def submit(self, task: Callable[[], None]) -> bool:
+        """Queue a task, which must not raise; return False if the queue is full or closed."""
+        with self._lock:
+            if self.waiting >= self._bound:
+                return False
+            try:
+                self._pool.submit(self._run, task)
+            except RuntimeError:  # the pool is shut down
+                return False
+            self.waiting += 1
+        return True
+
+    def _run(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            self.waiting -= 1
+        task()
+
+    def close(self) -> None:
+        """Run the waiting tasks, then stop the thread."""
+        self._pool.shutdown()
+
+
+class Tasks(Generic[T]):
+    """Tasks of one kind: their queue, their event fd and the results not yet taken.
+
+    Threads: any. Each result is handed out once.
+    """
+
+    def __init__(
+        self, queue: TaskQueue, numbers: Iterator[int], note: Callable[[Exception], None]
+    ) -> None:
+        """``numbers`` yields task ids. ``note`` takes the exception of a task that failed."""
+        self._queue = queue
+        self._numbers = numbers
+        self._note = note
+        self._event = create_event_notifier()
+        self._results: dict[int, T] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.refused = 0
+        """Tasks that found the queue full or closed."""
+
+    @property
+    def event_fd(self) -> int:
+        """The fd that is signalled when a task is done."""
+        return int(self._event.fileno())
+
+    def submit(self, work: Callable[[], T], failed: Callable[[], T]) -> int:
+        """Queue ``work``; return its id. A task that raises or is refused has the result ``failed()``."""
+        with self._lock:
+            number = next(self._numbers)
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:  # a controller of LMCache waits for this task
+                self._note(error)
+                result = failed()
+            self._finish(number, result)
+
+        if not self._queue.submit(run):
+            with self._lock:
+                self.refused += 1
+            self._finish(number, failed())
+        return number
+
+    def _finish(self, number: int, result: T) -> None:
+        with self._lock:
+            self._results[number] = result
+            if not self._is_closed:
+                self._event.notify()
+
+    def take(self, number: int) -> T | None:
+        """Return the result of a task; None before it is done and after it was taken."""
+        with self._lock:
+            return self._results.pop(number, None)
+
+    def take_all(self) -> dict[int, T]:
+        """Return the results of all tasks that are done."""
+        with self._lock:
+            results, self._results = self._results, {}
+        return results
+
+    def close(self) -> None:
+        """Close the event fd."""
+        with self._lock:
+            self._is_closed = True
+            self._event.close()
