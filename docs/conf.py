@@ -6,6 +6,7 @@ project = "kvstore"
 version = release = installed("kvstore")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["examples", "data"]
+highlight_language = "none"
 html_theme = "furo"
 html_title = "kvstore"
 html_show_sphinx = False
