@@ -37,3 +37,12 @@ def test_every_command_is_listed() -> None:
     text = (DOCS / "commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `kvstore ((?:trace )?[\w-]+)", text, re.MULTILINE)
     assert sorted(listed) == sorted(commands)
+
+
+def test_every_public_name_has_its_page() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \|", (DOCS / "api" / "index.md").read_text(), re.MULTILINE)
+    listed = [name for cell in rows for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted(kvstore.__all__)
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    for name in set(listed) - set(dir(kvstore.errors)):
+        assert re.search(rf":: kvstore\.{name}$", pages, re.MULTILINE), name
