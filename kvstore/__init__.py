@@ -6,6 +6,7 @@ Importing it is light: the cache, and the FP4 functions, are loaded when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvstore import deprecated
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -64,6 +65,8 @@ _ON_FIRST_USE = {
     "PrefixCache": "kvstore.cache.prefix_cache",
     "Stored": "kvstore.cache",
 }
+
+deprecated.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache
 
 import kvstore
-from kvstore.cli.demo import default_text
+from kvstore.cli.demo.prompt import default_text
 from kvstore.cli.terminal import progress, progress_bar
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import TransformersAdapter, model_layout

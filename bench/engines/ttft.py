@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines.ttft_engines import Connector, First, Job
-from kvstore.cli.demo import default_text, drop_page_cache
+from kvstore.cli.demo.process import drop_page_cache
+from kvstore.cli.demo.prompt import default_text
 from kvstore.cli.terminal import progress, progress_bar
 from kvstore.engine import smollm2
 from kvstore.output.chart import Axis, Point, Series, chart

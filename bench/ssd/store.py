@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from bench.paired import Row, paired, seconds, speeds
 from kvstore import Layout, Namespace, Pages, PrefixCache
 from kvstore.cache.match import Match
-from kvstore.cli.demo import drop_page_cache
+from kvstore.cli.demo.process import drop_page_cache
 from kvstore.codec import native
 from kvstore.frame.format import FrameFormat, Frames, Header, Places, head_sum
 from kvstore.identity.block import BlockHash

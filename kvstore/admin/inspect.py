@@ -1,184 +1,36 @@
-"""Looking into a store from outside: what is in it, one block, and whether every block is good.
-
-It opens a store as a reader, whatever its layout, and changes nothing. ``owned`` is for those who do.
-"""
+"""Reports on a store of any layout: sizes and namespaces, one block, a check of every block."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.blocks.keys import keys_root
-from kvstore.errors import ConfigError, StoreBusy, StoreError
-from kvstore.frame.at_rest import Packing, frames_of
-from kvstore.frame.format import Frames
-from kvstore.identity.block import BlockHash, BlockKey
-from kvstore.index.prefix_tree import PrefixIndex, Segment
-from kvstore.policy.lru import Lru
+from kvstore.admin.access import InspectedStore, open_for_reading
+from kvstore.identity.block import BlockKey
 from kvstore.store.integrity import stored_fault
 from kvstore.store.metrics import Metrics, histogram
 from kvstore.store.namespaces import namespace_facts
-from kvstore.store.open_store import OpenStore
-from kvstore.store.opening import StoreFormat, is_open_here, parse_format, secret_of, take_over
 from kvstore.tier.ssd import directory
 from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import (
     MEDIUM_ERRORS,
     PAGE_BYTES,
-    SsdOptions,
     SsdTier,
-    minimum_capacity,
-    open_ssd,
     pages_of,
     passes,
-    remedy,
     usage_of,
 )
-from kvstore.transfer.threads import unharmed
 
 CHAIN_SHOWN = 16
 """Ancestors that ``inspect`` lists; the rest is counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedStore:
-    """A store opened to be looked at."""
-
-    ssd: SsdTier
-    form: StoreFormat
-    frame_format: Frames
-    secret: bytes | None
-
-    @property
-    def keys_root(self) -> BlockHash | None:
-        """The root of the keys that its callers bring, None if they bring none."""
-        return keys_root(self.secret) if self.form.key_bytes else None
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The cap that its last owner gave it, 0 if that is not known."""
-        text = self.ssd.fact("capacity") or b""
-        return int(text) if text.isdigit() and len(text) < 20 else 0
-
-
-def _described(text: str) -> tuple[StoreFormat, SsdOptions, Frames]:
-    """Return what a store is for, and how it is read. Raises ``StoreError``."""
-    form, frame_format = parse_frames(text)
-    options = SsdOptions(
-        capacity_bytes=minimum_capacity(frame_format.frame_bytes),
-        frame_bytes=frame_format.frame_bytes,
-        format_text=text,
-        is_mixed=bool(form.ssd_formats),
-        role="reader",
-    )
-    return form, options, frame_format
-
-
-def parse_frames(text: str) -> tuple[StoreFormat, Frames]:
-    """Return what the text in a ``VERSION`` file says: a format, and its frames.
-
-    Raises:
-        StoreError: if the text is damaged.
-    """
-    form = parse_format(text)
-    packing = Packing(form.ssd_formats) if form.ssd_formats else None
-    try:
-        return form, frames_of(form.layout, form.block_tokens, packing)
-    except ConfigError as error:
-        msg = f"the store's VERSION file is damaged: {error}"
-        raise StoreError(msg) from error
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[OpenedStore]:
-    """Open the store at ``path`` as a reader.
-
-    Raises:
-        StoreError: if there is none, or it cannot be read.
-    """
-    directory.require_store(path)
-    text = directory.read_format(path)
-    form, options, frame_format = _described(text)
-    secret = secret_of(path, text)
-    ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
-    try:
-        yield OpenedStore(ssd, form, frame_format, secret)
-    except MEDIUM_ERRORS as error:
-        msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
-        raise StoreError(msg) from error
-    finally:
-        try:
-            unharmed(ssd.close)
-        except BaseException:
-            unharmed(ssd.close)  # Ctrl-C may have come before it began
-            raise
-
-
-@contextmanager
-def owned(
-    path: Path,
-    *,
-    index: PrefixIndex | None = None,
-    capacity_bytes: int | None = None,
-    format_text: str | None = None,
-) -> Iterator[OpenStore]:
-    """Own the store at ``path``, whatever its layout, while the context lasts.
-
-    Without ``capacity_bytes`` its cap stays what it was. With ``format_text`` it must be for that,
-    and is made if there is none. ``index`` is an empty one to fill.
-
-    Raises:
-        StoreBusy: if a process owns it, named, or this one has it open.
-        LayoutMismatch: if it is for something else; it is left untouched.
-        StoreError: if there is none, or it is broken; then it was moved aside.
-    """
-    if format_text is None:
-        directory.require_store(path)
-    if is_open_here(path):
-        msg = f"{path} is open in this process; close it first"
-        raise StoreBusy(msg)
-    if directory.owner_pid(path) is not None:
-        raise directory.busy(path)
-    text = directory.read_format(path) if format_text is None else format_text
-    _, options, frame_format = _described(text)
-    secret_of(path, text)  # no block goes in or out of a store whose secret is lost
-    if capacity_bytes is None:
-        with opened(path) as seen:
-            capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
-
-    def build(ssd: SsdTier) -> OpenStore:
-        return OpenStore(
-            frame_format=frame_format,
-            ssd=ssd,
-            index=PrefixIndex(Lru[Segment]()) if index is None else index,
-            clock=time.monotonic,
-            wall_clock=time.time,
-        )
-
-    options = replace(options, role="owner", capacity_bytes=capacity_bytes)
-    store = unharmed(lambda: take_over(path, options, build), OpenStore.close)
-    try:
-        if store.metrics.quarantined_stores:
-            msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"
-            raise StoreError(msg)
-        yield store
-    finally:
-        try:
-            unharmed(store.close)
-        except BaseException:
-            unharmed(store.close)  # Ctrl-C may have come before it began
-            raise
-
-
 def store_stats(path: Path) -> dict[str, Any]:
     """Return sizes and counts of a store as plain JSON values."""
-    with opened(path) as store:
+    with open_for_reading(path) as store:
         ssd, block_tokens = store.ssd, store.frame_format.block_tokens
         facts = namespace_facts(ssd)
         records, packing = [record for _, record in ssd.records()], Metrics()
@@ -211,12 +63,12 @@ def store_stats(path: Path) -> dict[str, Any]:
 
 
 def _namespaces(
-    store: OpenedStore, records: Sequence[Record], before: Mapping[int, Mapping[str, Any]]
+    store: InspectedStore, records: Sequence[Record], before: Mapping[int, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return each namespace that is named or has blocks: who it is, and what it holds and may hold.
+    """Return identity, usage and quota of each namespace that has a name or blocks.
 
-    ``before`` are those that were named before ``records`` were read: an owner may have evicted the
-    last of their blocks, and their names, since.
+    ``before`` are the names read before ``records``: an owner may have evicted the last block of a
+    namespace since, and removed its name.
     """
     blocks = Counter(record.namespace_id for record in records)
     facts, usage = namespace_facts(store.ssd), usage_of(records)
@@ -236,42 +88,25 @@ def _namespaces(
 
 
 def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
-    """Return one block's record, header and parent chain as plain JSON values.
+    """Return one block's record, header and ancestors as plain JSON values.
 
-    ``prefix`` is the start of its key in hex; it must name one block.
+    ``prefix`` is the start of its key in hex; it must match one block.
 
     Raises:
-        ValueError: if it names none or several.
+        ValueError: if it matches none or several.
     """
-    with opened(path) as store:
+    with open_for_reading(path) as store:
         facts = namespace_facts(store.ssd)
         records = dict(store.ssd.records())
         key = _find(store.ssd.path, records, prefix)
         record = records[key]
         frame = store.ssd.frame(key)
-        chain: list[dict[str, Any]] = []
-        depth = 0
-        above: Record | None = record
-        while above is not None and above.number:
-            parent_key, below = above.parent, above.number
-            above = store.ssd.record(parent_key)
-            if above is not None and above.number != below - 1:
-                above = None  # a damaged record; following it might never end
-            depth += 1
-            if len(chain) < CHAIN_SHOWN:
-                number = above.number if above is not None else None
-                chain.append({"key": parent_key.hex(), "number": number})
-        header = (
-            None if frame is None else store.frame_format.form_of(frame).header(memoryview(frame))
-        )
+        first, size = record.number, store.frame_format.block_tokens
         spaces = _namespaces(store, list(records.values()), facts)
         return {
             "key": key.hex(),
             "number": record.number,
-            "tokens": [
-                record.number * store.frame_format.block_tokens,
-                (record.number + 1) * store.frame_format.block_tokens,
-            ],
+            "tokens": [first * size, (first + 1) * size],
             "namespace": next(space for space in spaces if space["id"] == record.namespace_id),
             "sequence": record.sequence,
             "page": record.page,
@@ -282,21 +117,42 @@ def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
             "is_packed": record.is_packed,
             "is_compressed": record.is_compressed,
             "error": record.error if math.isfinite(record.error) else None,
-            "header": None
-            if header is None
-            else {
-                "block_hash": header.block_hash.hex(),
-                "parent_hash": header.parent_hash.hex(),
-                "block_tokens": header.block_tokens,
-                "payload_bytes": header.payload_bytes,
-                "has_images": header.has_images,
-                "sequence": header.sequence,
-            },
+            "header": None if frame is None else _header(store, memoryview(frame)),
             "fault": _fault(store, key, record, {}),
-            "parents": chain,
-            "parent_count": depth,
-            "chain_is_whole": above is not None and above.number == 0,
+            **_ancestors(store.ssd, record),
         }
+
+
+def _header(store: InspectedStore, frame: memoryview) -> dict[str, Any] | None:
+    header = store.frame_format.form_of(frame).header(frame)
+    if header is None:
+        return None
+    return {
+        "block_hash": header.block_hash.hex(),
+        "parent_hash": header.parent_hash.hex(),
+        "block_tokens": header.block_tokens,
+        "payload_bytes": header.payload_bytes,
+        "has_images": header.has_images,
+        "sequence": header.sequence,
+    }
+
+
+def _ancestors(ssd: SsdTier, record: Record) -> dict[str, Any]:
+    """Return the nearest ancestors of a block, the count of all, and whether none is missing."""
+    chain: list[dict[str, Any]] = []
+    depth = 0
+    above: Record | None = record
+    while above is not None and above.number:
+        parent_key, below = above.parent, above.number
+        above = ssd.record(parent_key)
+        if above is not None and above.number != below - 1:
+            above = None  # a damaged record; following it might never end
+        depth += 1
+        if len(chain) < CHAIN_SHOWN:
+            number = above.number if above is not None else None
+            chain.append({"key": parent_key.hex(), "number": number})
+    is_whole = above is not None and above.number == 0
+    return {"parents": chain, "parent_count": depth, "chain_is_whole": is_whole}
 
 
 def _find(path: Path, keys: Iterable[BlockKey], prefix: str) -> BlockKey:
@@ -313,7 +169,7 @@ def _find(path: Path, keys: Iterable[BlockKey], prefix: str) -> BlockKey:
 
 def list_blocks(path: Path, limit: int) -> list[dict[str, Any]]:
     """Return the most recently used blocks, newest first."""
-    with opened(path) as store:
+    with open_for_reading(path) as store:
         newest = sorted(store.ssd.records(), key=lambda item: item[1].sequence, reverse=True)
         return [
             {
@@ -336,7 +192,7 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, 
         StoreError: if the store as a whole cannot be read.
     """
     bad: list[dict[str, Any]] = []
-    with opened(path) as store:
+    with open_for_reading(path) as store:
         records = dict(store.ssd.records())
         for done, (key, record) in enumerate(records.items()):
             if not done % 64:
@@ -349,9 +205,9 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, 
 
 
 def _fault(
-    store: OpenedStore, key: BlockKey, record: Record, records: dict[BlockKey, Record]
+    store: InspectedStore, key: BlockKey, record: Record, records: dict[BlockKey, Record]
 ) -> str | None:
-    """Return what is wrong with a stored block, or None.
+    """Return the fault of a stored block, None if it is intact.
 
     ``records`` are all records, for the check of the parent; empty to look it up.
     """

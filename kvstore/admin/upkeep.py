@@ -1,4 +1,4 @@
-"""Keeping a store in shape from outside, while no process owns it."""
+"""Maintenance of a store that no process owns: eviction and compaction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvstore.admin import inspect as admin
+from kvstore.admin.access import open_for_writing
 from kvstore.errors import ConfigError
 from kvstore.output.sizes import size_bytes
 from kvstore.store.opening import resolved
@@ -36,22 +36,22 @@ def target_bytes(to: str, capacity_bytes: int) -> int:
 
 
 def evict(path: Path, to: str) -> dict[str, Any]:
-    """Bring a store down to a size, by the policy and in the order of the tier's own eviction.
+    """Evict blocks of a store down to a size, in the order of the tier's own eviction.
 
-    ``to`` is bytes in use, as ``target_bytes`` reads it. Expired blocks go first, then leaves by
-    their last use; what is pinned stays, with all that it hangs on. Returns plain JSON values;
-    ``is_reached`` says whether the size was, or nothing is left.
+    ``to`` is bytes in use, as ``target_bytes`` reads it. Expired blocks are evicted first, then
+    leaves by their last use; pinned blocks and their ancestors stay. Returns plain JSON values;
+    ``is_reached`` is true if the store has that size or no block.
 
     Raises:
         ConfigError: if ``to`` is no size.
         StoreBusy: if a process owns the store.
         StoreError: if there is none, or the medium fails.
 
-    Cost: as opening the store, and a commit for 64 blocks that go.
+    Cost: as opening the store, and one commit for 64 evicted blocks.
     """
     target_bytes(to, 0)
     path = resolved(path)
-    with admin.owned(path) as store:
+    with open_for_writing(path) as store:
         ssd, side = store.ssd, store.owner("evicts")
         target = target_bytes(to, ssd.capacity_bytes)
         before = ssd.live_bytes
@@ -71,20 +71,20 @@ def evict(path: Path, to: str) -> dict[str, Any]:
 
 
 def compact(path: Path) -> dict[str, Any]:
-    """Give the free pages of a store back to the disk. Returns plain JSON values.
+    """Return the free pages of a store to the disk. Returns plain JSON values.
 
     A kill at any time leaves the old file or the new one.
 
     Raises:
         StoreBusy: if a process owns the store or reads it.
-        StoreError: if there is none, or its copy does not fit beside it; it stays as it was.
+        StoreError: if there is none, or the disk has no room for its copy; it stays as it was.
 
-    Cost: as opening the store; reads what is in use twice, writes it once, and needs that much space.
+    Cost: as opening the store; reads the bytes in use twice, writes them once, needs that much space.
     """
     path = resolved(path)
     directory.require_store(path)
     before = (path / directory.DATA_FILE).stat().st_size
-    with admin.owned(path) as store:
+    with open_for_writing(path) as store:
         unharmed(store.ssd.compact)
         after = store.ssd.file_bytes
         return {

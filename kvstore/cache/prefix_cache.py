@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 from kvstore.cache import Scope, SharedTiers
 from kvstore.cache.scope import quota_bytes
 from kvstore.checks import ROLES, choice, flag, integer, number, positive, text
+from kvstore.distribution import has_torch, install_command, require_torch
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.at_rest import Packing, frames_of, loses
 from kvstore.identity.hash import secret_fingerprint
@@ -33,6 +35,8 @@ from kvstore.tier.window import WindowPool
 
 if TYPE_CHECKING:
     from kvstore.tier.device import DeviceTier
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixCache(Scope):
@@ -82,6 +86,7 @@ class PrefixCache(Scope):
         ``ssd_bytes`` is the hard cap of the file. ``role="auto"`` owns the store if nobody does
         and reads it otherwise. ``window_rows`` is how many rows of a snapshot are kept (default W;
         2W - 2 makes every continuation exact). ``device_bytes=0`` and ``window_bytes=0`` are legal.
+        Both need the extra ``torch``; without it a cache has no device tier, and ``load`` raises.
         ``clock`` replaces the system's for leases and for every time to live; blocks with one keep
         their expiry across restarts, so such a clock must go on where it stopped.
         ``ssd_formats`` packs float entries at rest: ``{"v": "nvfp4"}``, or one name for every GLOBAL
@@ -231,6 +236,9 @@ class PrefixOptions:
                 "that lose"
             )
             raise ConfigError(msg)
+        if ("device" in checked or checked.get("device_bytes")) and not has_torch():
+            msg = f"device and device_bytes need torch, which is not installed; run: {install_command('torch')}"
+            raise ConfigError(msg)
         return options
 
     @property
@@ -261,13 +269,19 @@ def _opening(
     )
 
     def make_device() -> DeviceTier:
-        from kvstore.tier.device import DeviceTier  # imports torch: only who loads pays for it
+        require_torch()  # takes seconds, so only with the first use of the device tier
+        from kvstore.tier.device import DeviceTier
 
         return DeviceTier(frame_format, options.device_bytes, options.device)
 
     def build(ssd: SsdTier) -> SharedTiers:
         if ssd.is_owner and ssd.fact("layout") is None:
             ssd.set_fact("layout", options.layout.model.encode(errors="replace"))
+        if options.device_bytes and not has_torch():
+            logger.info(
+                "%s has no device tier: torch is not installed; run: %s",
+                *(directory, install_command("torch")),
+            )
         now = options.clock if options.clock is not None else time.monotonic
         return SharedTiers(
             frame_format=frame_format,

@@ -21,6 +21,7 @@ from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.shared import SharedTiers
 from kvstore.checks import flag, integer, number, positive, several, text
+from kvstore.distribution import require_torch
 from kvstore.errors import ConfigError, StoreError, brief
 from kvstore.identity.block import BlockHash, ImageSpan
 from kvstore.identity.chain import Prefix
@@ -377,7 +378,8 @@ class Scope:
         if not isinstance(given, Pages):
             msg = f"pages must be kvstore.Pages, found {brief(given)}"
             raise ValueError(msg)
-        from kvstore.tier.paged import PagedEntries  # imports torch: only who has pages pays for it
+        require_torch()  # takes seconds, so only with the first pages
+        from kvstore.tier.paged import PagedEntries
 
         paged = PagedEntries(self.layout, pages, stop)
         paged.check(start, stop)

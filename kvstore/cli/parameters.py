@@ -1,4 +1,4 @@
-"""Parameters that several commands have, with what each means."""
+"""Parameters that several commands share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 Flag = Annotated[bool, Parameter(negative="")]
-Json = Annotated[bool, Parameter(name="--json", negative="")]
+Json = Annotated[
+    bool, Parameter(name="--json", negative="", help="Print JSON instead of text and tables.")
+]
 File = Annotated[Path, Parameter(allow_leading_hyphen=True)]
 """A file, or ``-`` for a standard stream."""
 Files = Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +18,7 @@ from cyclopts import Parameter
 
 from kvstore.cli.parameters import BlockSize, Files, Flag, FormatOption, Json, Unchained
 from kvstore.cli.terminal import OK, progress, write_json, write_line, write_table
+from kvstore.distribution import VERSION
 
 if TYPE_CHECKING:
     from kvstore.simulate.cost import ModelBytes
@@ -183,7 +183,7 @@ def simulate(
         found["parameters"], found["seed"] = given.as_dict(), seed
         advice = found["recommendation"]
         advice["command"] = _advised(path, given, advice)
-        found["command"], found["version"] = _command(path, given, {}), version("kvstore")
+        found["command"], found["version"] = _command(path, given, {}), VERSION
         results.append(found)
     # All traces are read and simulated by now: a bad one leaves nothing half written.
     if csv_file is not None:

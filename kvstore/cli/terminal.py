@@ -1,4 +1,4 @@
-"""What commands say, and where: results on stdout, progress and errors on stderr."""
+"""Output of commands: results on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def progress() -> Callable[[str], None]:
-    """Return what says on stderr what is going on, and says nothing if nobody is watching."""
+    """Return a function that prints messages on stderr if that is a terminal, else nothing."""
     if not sys.stderr.isatty():
         return lambda _message: None
     from rich.console import Console
@@ -24,7 +24,7 @@ def progress() -> Callable[[str], None]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function ``(done, total)`` that draws a bar on stderr, or nothing if nobody watches."""
+    """Give a function ``(done, total)`` that draws a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
@@ -47,8 +47,16 @@ def write_json(value: Any) -> None:
     write_line(json.dumps(value, indent=2))
 
 
+def write_result(value: Any, text: str, *, as_json: bool) -> None:
+    """Print a result on stdout, as JSON or as a paragraph."""
+    if as_json:
+        write_json(value)
+    else:
+        write_line(text)
+
+
 def _printable(text: str) -> str:
-    """Return text with what stdout cannot encode spelled out."""
+    """Return text with escapes for characters that stdout cannot encode."""
     encoding = sys.stdout.encoding or "ascii"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -27,6 +27,7 @@ from typing import Any
 from typing_extensions import override
 
 from kvstore.blocks.block_store import BlockStore
+from kvstore.distribution import install_command
 from kvstore.engine.options import check_options, check_weights
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.output.sizes import size_bytes
@@ -44,7 +45,7 @@ try:
     from lmcache.v1.platform import create_event_notifier
 except ImportError as error:
     _msg = (
-        "kvstore.engine.lmcache needs LMCache 0.5.6 (extra 'lmcache': pip install kvstore[lmcache]); "
+        f"kvstore.engine.lmcache needs LMCache 0.5.6 ({install_command('lmcache')}); "
         f"it cannot be imported: {error}"
     )
     raise ImportError(_msg) from error

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from kvstore.blocks.block_store import BlockStore
 from kvstore.codec.host import host_bytes, writable_bytes
+from kvstore.distribution import install_command
 from kvstore.engine.options import UNCHECKED, check_options, check_weights
 from kvstore.engine.trailing import TrailingPages
 from kvstore.errors import ConfigError, KVStoreError
@@ -48,7 +49,7 @@ try:
     from sglang.version import __version__ as sglang_version
 except ImportError as error:
     _msg = (
-        "kvstore.engine.sglang needs SGLang 0.5.23 (extra 'sglang': pip install kvstore[sglang]); "
+        f"kvstore.engine.sglang needs SGLang 0.5.23 ({install_command('sglang')}); "
         f"it cannot be imported: {error}"
     )
     raise ImportError(_msg) from error

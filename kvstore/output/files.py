@@ -1,4 +1,4 @@
-"""Files that others read: all of their bytes or none."""
+"""Atomic replacement of files: all bytes or none."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import IO
 from kvstore.errors import StoreError
 
 PRIVATE, PUBLIC = 0o600, 0o666
-"""Modes of a new file: for its owner alone, or as the user's umask has it."""
+"""Modes of a new file, before the umask: for its owner alone, or for everyone."""
 
 
 @contextmanager
 def written(file: Path, mode: int = PRIVATE) -> Iterator[IO[bytes]]:
-    """Give a stream whose bytes become ``file``, durably, when the block ends without an error.
+    """Give a stream whose bytes replace ``file``, synced, when the block ends without an error.
 
-    Until then they are in ``<name>.partial`` beside it, and a file that was there stays as it was. What a
-    link names is replaced, and the link stays. A pipe or a device takes bytes as they come.
+    Until then they are in ``<name>.partial`` beside it, and an existing file stays unchanged. The target
+    of a link is replaced, and the link stays. A pipe or a device gets the bytes as they are written.
 
     Raises:
         StoreError: if it cannot be written.
     """
-    place = file.resolve()
-    if place.exists() and not place.is_file():
+    target = file.resolve()
+    if target.exists() and not target.is_file():
         try:
-            with place.open("wb") as stream:
+            with target.open("wb") as stream:
                 yield stream
         except OSError as error:
             raise _unwritable(file, error) from error
         return
-    partial = place.with_name(place.name + ".partial")
+    partial = target.with_name(target.name + ".partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, mode), "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(place)
+        partial.replace(target)
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()

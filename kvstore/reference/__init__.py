@@ -6,3 +6,7 @@ Read in this order: ``config`` (the layer table), ``ops`` (one function per form
 ``indexer``, ``residual``, ``engram``, ``vision``, ``draft``, ``prompt``. The widths are small: the point is
 which numbers are kept, restored and computed again, and whether they agree. docs/reference.md has the map.
 """
+
+from kvstore.distribution import require_torch
+
+require_torch()

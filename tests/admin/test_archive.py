@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from kvstore import BlockStore, ImageSpan, LayoutMismatch, Namespace, StoreBusy, StoreError
 from kvstore.admin import archive
 from kvstore.admin import inspect as admin
+from kvstore.admin.access import open_for_reading
+from kvstore.admin.archive import exporting
 from kvstore.cli import main as cli
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import BlockKey
@@ -79,7 +81,7 @@ def check(path: Path, **options: Any) -> None:
 
 def frames_of(path: Path) -> dict[bytes, tuple[bytes, bool, str]]:
     """What a store holds, but for what is its own: namespace numbers and times."""
-    with admin.opened(path) as store:
+    with open_for_reading(path) as store:
         found = {}
         for key, record in store.ssd.records():
             frame = bytearray(store.ssd.frame(key) or b"")
@@ -122,7 +124,7 @@ def test_what_was_exported_reads_back_byte_for_byte_elsewhere(
 def test_any_tar_tool_lists_the_blocks_parents_first(tmp_path: Path) -> None:
     fill(tmp_path / "s")
     archive.export_store(tmp_path / "s", tmp_path / "a.tar", (), nothing)
-    with admin.opened(tmp_path / "s") as store:
+    with open_for_reading(tmp_path / "s") as store:
         parents = {key.hex(): r.parent.hex() for key, r in store.ssd.records() if r.number}
         with tarfile.open(tmp_path / "a.tar") as tar:
             first, *members = tar.getmembers()
@@ -212,7 +214,7 @@ def test_pins_lives_and_the_order_of_use_are_kept(tmp_path: Path) -> None:
             assert side.index.blocks == 6
             return order
 
-    with admin.opened(target) as store:
+    with open_for_reading(target) as store:
         lives = {
             round(record.expires - until, -2) for _, record in store.ssd.records() if record.expires
         }
@@ -286,12 +288,12 @@ def test_an_export_beside_its_owner_counts_what_vanishes(
 ) -> None:
     path = tmp_path / "s"
     fill(path)
-    reading = archive.stored_fault  # type: ignore[attr-defined]
+    reading = exporting.stored_fault  # type: ignore[attr-defined]
 
     def missing(*args: Any, **options: Any) -> str | None:
         return "missing" if args[3].number == 9 else reading(*args, **options)
 
-    monkeypatch.setattr(archive, "stored_fault", missing)
+    monkeypatch.setattr(exporting, "stored_fault", missing)
     found = archive.export_store(path, tmp_path / "a.tar", (), nothing)
     assert (found["vanished_blocks"], found["bad_blocks"], found["blocks"]) == (4, 0, 45)
 
@@ -306,7 +308,7 @@ def test_a_disk_that_fills_up_leaves_no_half_archive_and_keeps_the_old_one(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(archive, "_write_blocks", full)
+    monkeypatch.setattr(exporting._Export, "write_blocks", full)
     with pytest.raises(StoreError, match=r"a.tar cannot be written: No space left"):
         archive.export_store(tmp_path / "s", file, (), nothing)
     assert file.read_text() == "old"
@@ -521,7 +523,7 @@ def test_generations_of_strangers_are_not_taken(members: Members, tmp_path: Path
     archive.import_store(
         pack(tmp_path / "b.tar", swap(members, 0, content)), tmp_path / "t", "8MiB", nothing
     )
-    with admin.opened(tmp_path / "t") as store:
+    with open_for_reading(tmp_path / "t") as store:
         assert store.ssd.facts("generation:") == {}
 
 

@@ -17,6 +17,7 @@ import pytest
 from kvstore import BlockStore, ConfigError, Namespace, StoreBusy, StoreError
 from kvstore.admin import inspect as admin
 from kvstore.admin import upkeep
+from kvstore.admin.access import open_for_reading
 from kvstore.cli import main as cli
 from kvstore.tier.ssd import directory
 from kvstore.tier.ssd import tier as ssd_module
@@ -195,7 +196,7 @@ def holes(path: Path, **options: Any) -> int:
 
 def snapshot(path: Path, seeds: range) -> list[bytes]:
     """Return every frame that is left, as stored."""
-    with admin.opened(path) as store:
+    with open_for_reading(path) as store:
         return [store.ssd.frame(key) or b"" for key, _ in sorted(store.ssd.records())]
 
 
@@ -205,7 +206,7 @@ def test_compacting_gives_the_disk_its_space_back_and_changes_no_byte(
     path = tmp_path / "s"
     size = holes(path)
     before, frames = admin.store_stats(path), snapshot(path, range(20))
-    with admin.opened(path) as store:
+    with open_for_reading(path) as store:
         records = {key: replace(record, page=0) for key, record in store.ssd.records()}
         facts = store.ssd.facts("")
     assert cli.main(["compact", str(path), "--json"]) == 0
@@ -214,7 +215,7 @@ def test_compacting_gives_the_disk_its_space_back_and_changes_no_byte(
     assert found["bytes_after"] == (path / "data.mdb").stat().st_size < size // 2
     assert found["freed_bytes"] == size - found["bytes_after"]
     assert found["bytes_after"] < before["live_bytes"] * 1.1 + (64 << 12)
-    with admin.opened(path) as store:
+    with open_for_reading(path) as store:
         assert {k: replace(record, page=0) for k, record in store.ssd.records()} == records
         assert {**store.ssd.facts(""), "clean": b""} == {**facts, "clean": b""}
     after = admin.store_stats(path)
@@ -234,7 +235,7 @@ def test_hints_are_right_after_compacting(tmp_path: Path) -> None:
     path = tmp_path / "s"
     holes(path)
     upkeep.compact(path)
-    with admin.opened(path) as store:
+    with open_for_reading(path) as store:
         data = (path / "data.mdb").read_bytes()
         for key, record in store.ssd.records():
             at = record.page * 4096 + 16

@@ -20,11 +20,12 @@ import pytest
 import zstandard
 
 from kvstore import StoreError
-from kvstore.cli import demo
 from kvstore.cli import main as cli
+from kvstore.cli.demo import measure
+from kvstore.cli.demo.report import STAGES, Report
 
 
-def report(**changes: Any) -> demo.Report:
+def report(**changes: Any) -> Report:
     fields: dict[str, Any] = {
         "engine": "transformers",
         "model": "m",
@@ -37,7 +38,7 @@ def report(**changes: Any) -> demo.Report:
         "warm_ttft_s": 0.1,
         "speedup": 20.0,
         "page_cache": "warm",
-        "ttft_parts": dict.fromkeys(demo.STAGES, 0.02),
+        "ttft_parts": dict.fromkeys(STAGES, 0.02),
         "cold_disk_ttft_s": None,
         "cold_disk_parts": None,
         "cold_disk_page_cache": None,
@@ -52,7 +53,7 @@ def report(**changes: Any) -> demo.Report:
         "unchunked_ttft_s": None,
         "unchunked_logit_diff": None,
     }
-    return demo.Report(**{**fields, **changes})
+    return Report(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def demo_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[
                 raise outcome
             return outcome
 
-        monkeypatch.setattr(demo, "run_demo", run_demo)
+        monkeypatch.setattr(measure, "run_demo", run_demo)
         return calls
 
     return install

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore import fp4
 from kvstore.layout import SCALE_RULES
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install kvstore[conformance]")
+pytest.importorskip("torchao", reason="torchao is not installed: make test installs it")
 
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx

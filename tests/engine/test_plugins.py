@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvstore.distribution import install_command
 from kvstore.engine.trailing import TrailingPages
 from tests.builders import Clock
 
@@ -21,7 +22,7 @@ sys.modules[{engine!r}] = None
 try:
     import kvstore.engine.{engine}
 except ImportError as error:
-    assert "pip install kvstore[{engine}]" in str(error), error
+    assert {install_command(engine)!r} in str(error), error
 else:
     raise AssertionError
 """

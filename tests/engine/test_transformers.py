@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaForCausalLM
 
 import kvstore
-from kvstore.cli.demo import default_text
+from kvstore.cli.demo.prompt import default_text
 from kvstore.codec import codec_for
 from kvstore.engine import smollm2
 from kvstore.engine.transformers import (

@@ -30,6 +30,7 @@ from kvstore import (
 )
 from kvstore.admin import inspect as admin
 from kvstore.admin import upkeep
+from kvstore.admin.access import open_for_writing
 from kvstore.admin.archive import export_store, import_store
 from kvstore.blocks.keys import keys_root
 from kvstore.cli.main import main
@@ -528,7 +529,7 @@ def test_damage_is_found_under_a_secret_too(tmp_path: Path) -> None:
     assert admin.verify_store(path, quiet)["bad"] == []
     foreign = tmp_path / "o" / "data.mdb"
     shutil.copy(foreign, path / "data.mdb")
-    with pytest.raises(StoreError, match="different layouts|moved aside"), admin.owned(path):
+    with pytest.raises(StoreError, match="different layouts|moved aside"), open_for_writing(path):
         pass
 
 

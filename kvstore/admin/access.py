@@ -1,0 +1,159 @@
+"""Opens a store of any layout by its path, for reading or for writing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvstore.blocks.keys import keys_root
+from kvstore.errors import ConfigError, StoreBusy, StoreError
+from kvstore.frame.at_rest import Packing, frames_of
+from kvstore.frame.format import Frames
+from kvstore.identity.block import BlockHash
+from kvstore.index.prefix_tree import PrefixIndex, Segment
+from kvstore.policy.lru import Lru
+from kvstore.store.open_store import OpenStore
+from kvstore.store.opening import StoreFormat, is_open_here, parse_format, secret_of, take_over
+from kvstore.tier.ssd import directory
+from kvstore.tier.ssd.tier import (
+    MEDIUM_ERRORS,
+    SsdOptions,
+    SsdTier,
+    minimum_capacity,
+    open_ssd,
+    remedy,
+)
+from kvstore.transfer.threads import unharmed
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedStore:
+    """A store opened for reading: its tier, and the format that its VERSION file records."""
+
+    ssd: SsdTier
+    form: StoreFormat
+    frame_format: Frames
+    secret: bytes | None
+
+    @property
+    def keys_root(self) -> BlockHash | None:
+        """The root of keys that callers bring, None if the store hashes tokens."""
+        return keys_root(self.secret) if self.form.key_bytes else None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap that its last owner recorded, 0 if unknown."""
+        text = self.ssd.fact("capacity") or b""
+        return int(text) if text.isdigit() and len(text) < 20 else 0
+
+
+def parse_frames(text: str) -> tuple[StoreFormat, Frames]:
+    """Parse the text of a VERSION file: the store's format, and its frames.
+
+    Raises:
+        StoreError: if the text is damaged.
+    """
+    form = parse_format(text)
+    packing = Packing(form.ssd_formats) if form.ssd_formats else None
+    try:
+        return form, frames_of(form.layout, form.block_tokens, packing)
+    except ConfigError as error:
+        msg = f"the store's VERSION file is damaged: {error}"
+        raise StoreError(msg) from error
+
+
+def _options(text: str, form: StoreFormat, frame_format: Frames) -> SsdOptions:
+    return SsdOptions(
+        capacity_bytes=minimum_capacity(frame_format.frame_bytes),
+        frame_bytes=frame_format.frame_bytes,
+        format_text=text,
+        is_mixed=bool(form.ssd_formats),
+        role="reader",
+    )
+
+
+@contextmanager
+def _closing(close: Callable[[], object]) -> Iterator[None]:
+    """Close at the end, also if Ctrl-C comes before the closing has begun."""
+    try:
+        yield
+    finally:
+        try:
+            unharmed(close)
+        except BaseException:
+            unharmed(close)
+            raise
+
+
+@contextmanager
+def open_for_reading(path: Path) -> Iterator[InspectedStore]:
+    """Open the store at ``path`` as a reader.
+
+    Raises:
+        StoreError: if there is none, or it cannot be read.
+    """
+    directory.require_store(path)
+    text = directory.read_format(path)
+    form, frame_format = parse_frames(text)
+    options, secret = _options(text, form, frame_format), secret_of(path, text)
+    ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
+    with _closing(ssd.close):
+        try:
+            yield InspectedStore(ssd, form, frame_format, secret)
+        except MEDIUM_ERRORS as error:
+            msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
+            raise StoreError(msg) from error
+
+
+@contextmanager
+def open_for_writing(
+    path: Path,
+    *,
+    index: PrefixIndex | None = None,
+    capacity_bytes: int | None = None,
+    format_text: str | None = None,
+) -> Iterator[OpenStore]:
+    """Open the store at ``path`` as its owner.
+
+    Without ``capacity_bytes`` the cap stays as recorded. With ``format_text`` the store must have
+    that format, and is created if there is none. ``index`` is an empty one to fill.
+
+    Raises:
+        StoreBusy: if a process owns it, named, or this one has it open.
+        LayoutMismatch: if it has another format; it is left untouched.
+        StoreError: if there is none, or it is broken; then it was moved aside.
+    """
+    if format_text is None:
+        directory.require_store(path)
+    if is_open_here(path):
+        msg = f"{path} is open in this process; close it first"
+        raise StoreBusy(msg)
+    if directory.owner_pid(path) is not None:
+        raise directory.busy(path)
+    text = directory.read_format(path) if format_text is None else format_text
+    form, frame_format = parse_frames(text)
+    options = _options(text, form, frame_format)
+    secret_of(path, text)  # no block goes in or out of a store whose secret is lost
+    if capacity_bytes is None:
+        with open_for_reading(path) as seen:
+            capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
+
+    def build(ssd: SsdTier) -> OpenStore:
+        return OpenStore(
+            frame_format=frame_format,
+            ssd=ssd,
+            index=PrefixIndex(Lru[Segment]()) if index is None else index,
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+
+    options = replace(options, role="owner", capacity_bytes=capacity_bytes)
+    store = unharmed(lambda: take_over(path, options, build), OpenStore.close)
+    with _closing(store.close):
+        if store.metrics.quarantined_stores:
+            msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"
+            raise StoreError(msg)
+        yield store

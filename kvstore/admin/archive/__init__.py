@@ -1,0 +1,13 @@
+"""An archive: blocks of a store as one file, a tar of frames. docs/format.md, section 7, is normative.
+
+``exporting`` writes one, ``importing`` reads one into a store. ``manifest`` is its first member, ``tar`` the container. Blocks are
+verified on the way out and again on the way in. No name in an archive is used as a path.
+"""
+
+from __future__ import annotations
+
+from kvstore.admin.archive.exporting import export_store
+from kvstore.admin.archive.importing import import_store
+from kvstore.admin.archive.manifest import ARCHIVE_VERSION
+
+__all__ = ["ARCHIVE_VERSION", "export_store", "import_store"]

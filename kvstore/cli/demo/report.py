@@ -1,0 +1,141 @@
+"""The result of one engine, as JSON fields, as a table and as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.cli.demo.engines import BLOCK_TOKENS, NEW_TOKENS, EngineName
+
+REFERENCE_TOLERANCE = 1e-9
+"""Reference logits (binary64) that differ by less are equal: sums of other shapes round otherwise."""
+STAGES = ("open", "lookup", "read", "restore", "forward")
+"""Stages of a warm TTFT, in order. ``read`` verifies in the same pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One engine's result. The fields are those of ``kvstore demo --json``, in its order."""
+
+    engine: EngineName
+    model: str
+    dtype: str
+    threads: int
+    prompt_tokens: int
+    hit_tokens: int
+    replay_tokens: int
+    cold_ttft_s: float
+    warm_ttft_s: float
+    """In the second process; with the file in the page cache, because it has just been written."""
+    speedup: float
+    ttft_parts: Mapping[str, float]
+    """Of the warm TTFT, in seconds."""
+    page_cache: str
+    cold_disk_ttft_s: float | None
+    """In a third process, after asking the system to drop the file from the page cache."""
+    cold_disk_parts: Mapping[str, float] | None
+    cold_disk_page_cache: str | None
+    """``"dropped"`` if the disk was read, ``"kept"`` if not, ``"unknown"`` without a count of bytes."""
+    pool_ttft_s: float | None
+    """In the first process, with the window in the pool: for models that have windows."""
+    bytes_per_token: float
+    ssd_bytes_per_token: float
+    same_tokens: bool
+    max_logit_diff: float
+    """Restored against cold; where windows exist, with the window from the pool."""
+    replayed_same_tokens: bool | None
+    replayed_logit_diff: float | None
+    """The same after a replay. A replay is an approximation by design: no error if not 0."""
+    unchunked_ttft_s: float | None
+    unchunked_logit_diff: float | None
+    """The cold run against one in one piece: the effect of chunking alone."""
+    continuation: str
+    """The text of the second process, empty if the model has no text."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each broken promise."""
+        found = []
+        expected = (self.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        if self.hit_tokens != expected:
+            found.append(f"restored {self.hit_tokens} tokens, expected {expected}")
+        if not self.same_tokens:
+            found.append("the restored run continued with other tokens than the cold run")
+        tolerance = REFERENCE_TOLERANCE if self.engine == "reference" else 0.0
+        if not self.max_logit_diff <= tolerance:  # also when it is not a number
+            found.append(
+                f"logits differ by {self.max_logit_diff:.3g}, expected at most {tolerance:g}"
+            )
+        return [f"{self.engine}: {sentence}" for sentence in found]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+
+
+def _difference(value: float | None) -> str:
+    return "-" if value is None else "0 (exact)" if value == 0 else f"{value:.2g}"
+
+
+def _yes(value: bool | None) -> str:  # noqa: FBT001 - a value
+    return "-" if value is None else "yes" if value else "no"
+
+
+def table_rows(report: Report) -> list[tuple[str, str]]:
+    """Return the rows of one report's table: label and value."""
+    parts = [(f"    {stage}", _seconds(report.ttft_parts[stage])) for stage in STAGES]
+    return [
+        ("model", report.model),
+        ("computes in", f"{report.dtype}, threads: {report.threads}"),
+        ("prompt", f"{report.prompt_tokens:,} tokens"),
+        ("restored from the store", f"{report.hit_tokens:,} tokens"),
+        ("    of these run again (replay)", f"{report.replay_tokens:,} tokens"),
+        ("first token, cold", _seconds(report.cold_ttft_s)),
+        ("first token, window still pooled", _seconds(report.pool_ttft_s)),
+        ("first token, second process", _seconds(report.warm_ttft_s)),
+        *parts,
+        ("    sooner than cold", f"{report.speedup:.1f} x"),
+        (
+            f"first token, page cache {report.cold_disk_page_cache or 'dropped'}",
+            _seconds(report.cold_disk_ttft_s),
+        ),
+        ("bytes a token, by layout", f"{report.bytes_per_token:,.0f}"),
+        ("bytes a token, on SSD", f"{report.ssd_bytes_per_token:,.0f}"),
+        (f"same {NEW_TOKENS} tokens as cold", _yes(report.same_tokens)),
+        ("    after a replay", _yes(report.replayed_same_tokens)),
+        ("largest difference of a logit", _difference(report.max_logit_diff)),
+        ("    after a replay", _difference(report.replayed_logit_diff)),
+    ]
+
+
+def summary(report: Report) -> str:
+    """Return the result in plain words."""
+    left = report.prompt_tokens - report.hit_tokens
+    sentence = (
+        f"{report.engine}: the second process answered {report.speedup:.1f} times sooner, "
+        f"{_seconds(report.warm_ttft_s)} instead of {_seconds(report.cold_ttft_s)}: it restored "
+        f"{report.hit_tokens:,} of {report.prompt_tokens:,} tokens and computed the other {left:,}"
+    )
+    if report.replay_tokens:
+        sentence += f", after running the last {report.replay_tokens:,} restored ones again"
+    if report.replayed_logit_diff is not None:
+        near = "exactly" if report.max_logit_diff == 0 else f"to {report.max_logit_diff:.2g}"
+        sentence += (
+            f". With the window still pooled, in the first process, its logits are {near} those of "
+            f"the cold run. A replay approximates: after it they differ by up to "
+            f"{_difference(report.replayed_logit_diff)}, and the {NEW_TOKENS} tokens are "
+            f"{'the same' if report.replayed_same_tokens else 'others'} (the weights are random, so "
+            f"this says nothing about a trained model)"
+        )
+    elif report.same_tokens and report.max_logit_diff == 0:
+        sentence += (
+            f". Its {NEW_TOKENS} tokens and all their logits are the cold run's, bit for bit"
+        )
+    return sentence + "."
