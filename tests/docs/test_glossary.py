@@ -27,10 +27,8 @@ REMAINING = frozenset(
         "wave",
         "waves",
         "whoever",
-        "whose they are",
         "knows what each byte",
         "`OwnedSsd`",
-        "`OpenedStore`",
         "`say_once`",
         "`next_sequence`",
     }
