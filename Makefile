@@ -36,7 +36,8 @@ test: check native-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 docs: $(VENV)/.docs
-	PYTHONPATH=$(CURDIR) $(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs site
+	rm -rf site
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m sphinx -E -W --keep-going -q -d build/doctrees docs site
 
 # Each engine has an environment of its own, in the user's cache: they cannot share one.
 test-engines:

@@ -1,11 +1,12 @@
 """The documentation site: Sphinx over the Markdown pages of this folder. ``make docs`` builds it."""
 
-from importlib.metadata import version as installed
+from kvstore.distribution import VERSION
 
 project = "kvstore"
-version = release = installed("kvstore")
+version = release = VERSION
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["examples", "data"]
+highlight_language = "none"
 html_theme = "furo"
 html_title = "kvstore"
 html_show_sphinx = False

@@ -165,8 +165,14 @@ def test_adapters_may_import_no_package_that_is_not_public() -> None:
     ]
     (contract,) = [c for c in contracts if c["name"] == "Adapters use public names only"]
     public = {"engine/", "reference/", "errors.py", "fp4.py"}
-    leaves = {"checks.py", "deprecated.py", "distribution.py"}  # checks of options, names and versions
-    internal = {name.removesuffix("/").removesuffix(".py") for name in set(packages()) - public - leaves}
+    leaves = {
+        "checks.py",
+        "deprecated.py",
+        "distribution.py",
+    }  # checks of options, names and versions
+    internal = {
+        name.removesuffix("/").removesuffix(".py") for name in set(packages()) - public - leaves
+    }
     assert {name.removeprefix("kvstore.") for name in contract["forbidden_modules"]} == internal
 
 

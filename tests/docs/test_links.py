@@ -69,3 +69,21 @@ def test_every_page_is_in_the_navigation() -> None:
                 if entry and not entry.startswith(":"):
                     named.update(page.parent.glob(f"{entry}.md"))
     assert sorted(set(docs.rglob("*.md")) - named) == [docs / "index.md"]
+
+
+def test_every_decision_is_listed_with_its_title() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = (folder / "index.md").read_text(encoding="utf-8")
+    for page in folder.glob("0*.md"):
+        number, _, title = page.read_text(encoding="utf-8").partition("\n")[0][2:].partition(" ")
+        assert page.name.startswith(number)
+        assert f"| [{number}]({page.name}) | {title} |" in listed
+
+
+def test_the_first_page_links_every_page_of_its_navigation() -> None:
+    page = ROOT / "docs" / "index.md"
+    text = page.read_text(encoding="utf-8")
+    entries = [e for body in TOCTREE.findall(text) for e in body.split() if not e.startswith(":")]
+    linked = LINK.findall(text)
+    captions = set(re.findall(r"^:caption: (\w+)$", text, re.MULTILINE))
+    assert [e for e in entries if e not in captions and f"{e}.md" not in linked] == []
