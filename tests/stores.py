@@ -16,7 +16,7 @@ from kvstore.cache import SharedTiers
 from kvstore.cache.device_cache import DeviceCache
 from kvstore.cache.scope import Scope
 from kvstore.store import opening
-from kvstore.store.writer import OwnedSsd
+from kvstore.store.writer import StoreWriter
 from kvstore.tier.ssd.tier import SsdTier
 
 BLOCK = 8
@@ -172,9 +172,9 @@ def tier_of(cache: Scope | BlockStore) -> FaultyTier:
     return tier
 
 
-def owned(cache: Scope) -> OwnedSsd:
+def writer_of(cache: Scope) -> StoreWriter:
     """The writing side of a cache."""
-    side = inside(cache).owned
+    side = inside(cache).writer
     assert side is not None
     return side
 

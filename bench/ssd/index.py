@@ -71,7 +71,7 @@ def lookup(blocks: int, folder: Path, rounds: int, advance: Advance) -> list[Row
         cache.store(tokens, {"b": np.zeros((1, len(tokens), 1), np.uint8)}, wait=60)
         cache.flush()
         root = cache._chains.root  # noqa: SLF001 - the parts of a look-up, one by one
-        owned = cache._shared.owned  # noqa: SLF001
+        owned = cache._shared.writer  # noqa: SLF001
         assert owned is not None
         index, wide = owned.index, tokens.astype(np.int64)
         hashes = block_hashes(root, tokens, BLOCK_TOKENS)
@@ -342,7 +342,7 @@ def tree_of(requests: Iterable[Sequence[int]]) -> Tree:
         keys[:, 0] = ids
         path = keys.tobytes()
         position = index.match(path)
-        segment = index.settle(position)
+        segment = index.split_at(position)
         rest = path[position.depth * KEY_BYTES :]
         if rest:
             index.insert(segment, rest, now=now, namespace_id=1)

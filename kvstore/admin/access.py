@@ -28,7 +28,7 @@ from kvstore.tier.ssd.owner_lock import busy, owner_pid
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import SsdOptions
 from kvstore.tier.ssd.version_file import read_format
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def _closing(close: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         try:
-            unharmed(close)
+            uninterrupted(close)
         except BaseException:
-            unharmed(close)
+            uninterrupted(close)
             raise
 
 
@@ -101,7 +101,7 @@ def open_for_reading(path: Path) -> Iterator[InspectedStore]:
     text = read_format(path)
     form, frame_format = parse_frames(text)
     options, secret = _options(text, form, frame_format), secret_of(path, text)
-    ssd = unharmed(lambda: open_ssd(path, options)[0], SsdTier.close)
+    ssd = uninterrupted(lambda: open_ssd(path, options)[0], SsdTier.close)
     with _closing(ssd.close):
         try:
             yield InspectedStore(ssd, form, frame_format, secret)
@@ -153,7 +153,7 @@ def open_for_writing(
         )
 
     options = replace(options, role="owner", capacity_bytes=capacity_bytes)
-    store = unharmed(lambda: take_over(path, options, build), OpenStore.close)
+    store = uninterrupted(lambda: take_over(path, options, build), OpenStore.close)
     with _closing(store.close):
         if store.metrics.quarantined_stores:
             msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"

@@ -14,7 +14,7 @@ from kvstore.store.integrity import stored_fault
 from kvstore.store.metrics import Metrics, histogram
 from kvstore.store.namespaces import namespace_facts
 from kvstore.tier.ssd.capacity import PAGE_BYTES, pages_of, usage_of
-from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, is_transient
 from kvstore.tier.ssd.owner_lock import owner_pid
 from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import SsdTier
@@ -207,7 +207,7 @@ def _fault(
     try:
         data = store.ssd.frame(key)
     except MEDIUM_ERRORS as error:
-        if passes(error):
+        if is_transient(error):
             raise
         return "io"
     if data is None:

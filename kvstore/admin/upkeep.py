@@ -10,7 +10,7 @@ from kvstore.output.sizes import size_or_share
 from kvstore.store.opening import resolved
 from kvstore.tier.ssd.directory import require_store
 from kvstore.tier.ssd.files import DATA_FILE
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import uninterrupted
 
 
 def evict(path: Path, to: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def evict(path: Path, to: str) -> dict[str, Any]:
     size_or_share(to, "--to", 0, "ssd_bytes")
     path = resolved(path)
     with open_for_writing(path) as store:
-        ssd, side = store.ssd, store.owner("evicts")
+        ssd, side = store.ssd, store.require_writer("evicts")
         target = size_or_share(to, "--to", ssd.capacity_bytes, "ssd_bytes")
         before = ssd.live_bytes
         gone = side.evict_to(target)
@@ -63,7 +63,7 @@ def compact(path: Path) -> dict[str, Any]:
     require_store(path)
     before = (path / DATA_FILE).stat().st_size
     with open_for_writing(path) as store:
-        unharmed(store.ssd.compact)
+        uninterrupted(store.ssd.compact)
         after = store.ssd.file_bytes
         return {
             "path": str(path),

@@ -42,7 +42,7 @@ class BlockStore(Sharing):
 
     def __init__(self, holding: Share[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
         """Use a share of an open store; use ``open``."""
-        self._holding = holding
+        self._share = holding
         self._shared = holding.shared
         self.block_bytes = block_bytes
         self.key_bytes = key_bytes
@@ -122,8 +122,8 @@ class BlockStore(Sharing):
 
         For callers that know the length of a request before a block whose parent was evicted.
         """
-        owned = self._guarded().owned
-        return 0 if owned is None else owned.request_blocks
+        writer = self._guarded().writer
+        return 0 if writer is None else writer.request_blocks
 
     # ---- blocks --------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class BlockStore(Sharing):
     # ---- arguments -----------------------------------------------------------------------------
 
     def _guarded(self) -> KeyedBlocks:
-        self._shared.guard()
+        self._shared.check_open()
         return self._shared
 
     def _named(self, keys: Sequence[Key]) -> list[NamedBlock]:

@@ -25,7 +25,7 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
 from kvstore.store.open_store import OpenStore
-from kvstore.store.writer import OwnedSsd
+from kvstore.store.writer import StoreWriter
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import BUSY
@@ -82,9 +82,9 @@ class KeyedBlocks(OpenStore):
     def _parent(self, key: BlockKey) -> BlockKey | None:
         """Return the key of a block's parent, empty for a child of the root, None for an unknown block."""
         found = self._index.parents.get(key)
-        if found is not None or self.owned is None:
+        if found is not None or self.writer is None:
             return found
-        queued = self.owned.queued_parent(key)
+        queued = self.writer.queued_parent(key)
         return BlockKey(b"") if queued == self.keys_root[:KEY_BYTES] else queued
 
     def _chain(self, key: BlockKey) -> bytes:
@@ -98,18 +98,18 @@ class KeyedBlocks(OpenStore):
 
     def _segment(self, key: BlockKey) -> Segment:
         """Return the segment that ends with a stored block."""
-        return self._index.settle(self._index.match(self._chain(key)))
+        return self._index.split_at(self._index.match(self._chain(key)))
 
-    def _use(self, owned: OwnedSsd, keys: Sequence[BlockKey]) -> list[Segment]:
+    def _use(self, writer: StoreWriter, keys: Sequence[BlockKey]) -> list[Segment]:
         """Mark stored blocks as used; return segments that together cover them."""
-        tick = self.context.next_sequence()
+        tick = self.context.next_tick()
         parents = {self._index.parents[key] for key in keys}
         segments = []
         for key in dict.fromkeys(keys):
             if key not in parents:  # a child protects its parent
                 segment = self._segment(key)
                 self._index.touch(segment, tick)
-                owned.note_use(key, tick)
+                writer.note_use(key, tick)
                 segments.append(segment)
         return segments
 
@@ -123,7 +123,7 @@ class KeyedBlocks(OpenStore):
         wait: float,
     ) -> list[bool]:
         """Queue blocks that are not known yet; return for each whether it is stored or queued now."""
-        if self.owned is None:
+        if self.writer is None:
             self.context.count_drop("reader", len(blocks))
             return [False] * len(blocks)
         if not blocks:
@@ -136,7 +136,7 @@ class KeyedBlocks(OpenStore):
         try:
             at = 0
             while at < len(blocks):
-                at = self._put_chain(self.owned, blocks, source, parents, at, deadline)
+                at = self._put_chain(self.writer, blocks, source, parents, at, deadline)
             with self.context.lock:
                 known = [self._parent(block.key) is not None for block in blocks]
         finally:
@@ -145,7 +145,7 @@ class KeyedBlocks(OpenStore):
 
     def _put_chain(
         self,
-        owned: OwnedSsd,
+        writer: StoreWriter,
         blocks: Sequence[NamedBlock],
         source: Places,
         parents: Sequence[NamedBlock | None],
@@ -157,7 +157,7 @@ class KeyedBlocks(OpenStore):
             if self._parent(blocks[at].key) is not None:
                 self.metrics.present_blocks += 1
                 if blocks[at].key in self._index.parents:
-                    self._use(owned, [blocks[at].key])
+                    self._use(writer, [blocks[at].key])
                 return at + 1
             parent = parents[at]
             seen = {blocks[at].key}
@@ -177,7 +177,7 @@ class KeyedBlocks(OpenStore):
             number = at + header.number - chain.first
             return self.format.encode(header, blocks[number].words, source, number)
 
-        owned.store(
+        writer.store(
             *(chain, KEYS_NAMESPACE, encode, chain.first),
             wait=deadline - time.monotonic(),
             ttl=None,
@@ -195,13 +195,13 @@ class KeyedBlocks(OpenStore):
     @contextmanager
     def _reading(self, blocks: Sequence[NamedBlock]) -> Iterator[list[int]]:
         """Pin the stored blocks of ``blocks`` during a read; yields their positions."""
-        owned = self.owned
-        if owned is None:
+        writer = self.writer
+        if writer is None:
             yield list(range(len(blocks)))
             return
         with self.context.lock:
             wanted = [i for i, block in enumerate(blocks) if block.key in self._index.parents]
-            segments = self._use(owned, [blocks[i].key for i in wanted])
+            segments = self._use(writer, [blocks[i].key for i in wanted])
             for segment in segments:
                 self._index.pin(segment)
         try:
@@ -265,29 +265,29 @@ class KeyedBlocks(OpenStore):
 
     def _discard(self, block: NamedBlock, fault: str) -> None:
         """Count a bad block and, as the owner, delete it and its descendants."""
-        if self.owned is None and fault == "missing":
+        if self.writer is None and fault == "missing":
             return  # never stored, or evicted by the owner
         if fault == BUSY:
-            self.context.count_passing(self.ssd.path)
+            self.context.count_transient_error(self.ssd.path)
             return
         with self.context.lock:
             self.metrics.corrupt_blocks[fault] += 1
             message = "block %s in %s is unusable (%s): a miss, and counted from here on"
             name = block.key.hex()
-            self.metrics.say_once(f"corrupt {fault}", message, name, self.ssd.path, fault)
-            if self.owned is None or block.key not in self._index.parents:
+            self.metrics.warn_once(f"corrupt {fault}", message, name, self.ssd.path, fault)
+            if self.writer is None or block.key not in self._index.parents:
                 return
             chain = self._chain(block.key)
-        self.owned.discard(chain)
+        self.writer.discard(chain)
 
     def exists(self, blocks: Sequence[NamedBlock]) -> int:
         """Return how many leading blocks are stored. Neither counts nor marks them as used."""
         keys = [block.key for block in blocks]
-        if self.owned is None:
+        if self.writer is None:
             try:
                 return self.ssd.known_run(keys)
             except MEDIUM_ERRORS as error:
-                self.note_failed_look(error)
+                self.count_failed_lookup(error)
                 return 0
         with self.context.lock:
             parents = self._index.parents
@@ -313,11 +313,11 @@ class KeyedBlocks(OpenStore):
 
     def pin(self, blocks: Sequence[NamedBlock]) -> list[bool]:
         """Pin stored blocks, and with them their ancestors; return which are stored."""
-        owned = self.owner("pins")
+        writer = self.require_writer("pins")
         with self.context.lock:
             pinned = [block.key in self._index.parents for block in blocks]
             self._use(
-                owned, [b.key for b, is_there in zip(blocks, pinned, strict=True) if is_there]
+                writer, [b.key for b, is_there in zip(blocks, pinned, strict=True) if is_there]
             )
             for block, is_there in zip(blocks, pinned, strict=True):
                 if is_there:
@@ -335,7 +335,7 @@ class KeyedBlocks(OpenStore):
 
     def unpin(self, blocks: Sequence[NamedBlock]) -> None:
         """Release one pin of each block. Blocks without a pin are ignored."""
-        self.owner("unpins")
+        self.require_writer("unpins")
         with self.context.lock:
             for block in blocks:
                 held = self._pins.get(block.key)
@@ -349,23 +349,23 @@ class KeyedBlocks(OpenStore):
 
     def delete(self, blocks: Sequence[NamedBlock]) -> int:
         """Delete blocks and their descendants, unless pinned; return how many were deleted."""
-        owned = self.owner("deletes")
+        writer = self.require_writer("deletes")
         with self.context.lock:
-            is_waiting = any(owned.queued_parent(block.key) is not None for block in blocks)
+            is_waiting = any(writer.queued_parent(block.key) is not None for block in blocks)
         if is_waiting:
-            owned.flush()
+            writer.flush()
         count = 0
         for block in blocks:
             with self.context.lock:
                 if block.key not in self._index.parents:
                     continue
                 chain = self._chain(block.key)
-            count += owned.discard(chain, force=False)
+            count += writer.discard(chain, force=False)
         return count
 
     def clear(self) -> int:
         """Delete every block, pinned or not; return how many were deleted."""
-        return self.owner("clears").clear(self.keys_root)
+        return self.require_writer("clears").clear(self.keys_root)
 
     def stats(self) -> dict[str, Any]:
         """Return counters and sizes as plain JSON values."""

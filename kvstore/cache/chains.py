@@ -71,7 +71,7 @@ class Generations:
             StoreBusy: in a reader.
             StoreError: if the medium fails; then the old one stays in force.
         """
-        ssd = self._store.owner("bumps the generation").ssd
+        ssd = self._store.require_writer("bumps the generation").ssd
         if generation > generations.LAST_GENERATION:
             msg = (
                 f"the namespace's generation is {generation - 1}, and no later one is recorded than "
@@ -135,7 +135,7 @@ class Chains:
             StoreError: after ``close`` or in a forked child.
             ValueError: for tokens that are no token ids, or an image span beyond them.
         """
-        self._shared.guard()
+        self._shared.check_open()
         self.follow()
         images = several(images, "images", "ImageSpan values")
         if images:

@@ -13,7 +13,7 @@ from kvstore.cache.match import Match, PagePins, PinnedPages
 from kvstore.cache.reading import Limits, SsdReads
 from kvstore.errors import CapacityError, brief
 from kvstore.frame.format import Frames
-from kvstore.frame.geometry import Wave
+from kvstore.frame.geometry import PartBatch
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.identity.chain import Prefix
 from kvstore.index.prefix_tree import GONE, NEVER, PrefixIndex, Segment
@@ -62,7 +62,7 @@ class DeviceCache:
                 if self._tier is None:
                     tier = self._open_tier()
                     if tier.capacity_bytes and not tier.page_count:
-                        self._context.metrics.say_once(
+                        self._context.metrics.warn_once(
                             "device",
                             "device_bytes is %d, less than the %d of one page: nothing can be loaded",
                             *(tier.capacity_bytes, tier.page_bytes),
@@ -114,7 +114,7 @@ class DeviceCache:
         """Pin the leading blocks of the first ``blocks`` that are in pages; return their number."""
         position = self.index.match(prefix.head(blocks))
         if position.depth:
-            segment = self.index.settle(position)
+            segment = self.index.split_at(position)
             self.index.pin(segment)
             pins.segments.append(segment)
         return position.depth
@@ -147,14 +147,14 @@ class DeviceCache:
         present = self.index.match(prefix.head(stop))
         known = max(first, present.depth)
         self.tier.free(pages[: known - first])
-        segment = self.index.settle(present)
+        segment = self.index.split_at(present)
         if known < stop:
             keys = prefix.keys(known, stop)
             self._page_of.update(zip(keys, pages[known - first :], strict=True))
             segment = self.index.insert(
                 segment,
                 b"".join(keys),
-                now=self._context.next_sequence(),
+                now=self._context.next_tick(),
                 namespace_id=_number(prefix.root),
                 expires=expires,
             )
@@ -207,7 +207,7 @@ class DeviceCache:
         stop: int,
         entries: Mapping[str, NDArray[np.uint8]],
         offset: int,
-        wave: Wave | None = None,
+        batch: PartBatch | None = None,
     ) -> int:
         """Copy blocks ``[first, stop)`` to host entries that start at block ``offset``.
 
@@ -219,7 +219,7 @@ class DeviceCache:
             pages = [self._page_of[key] for key in prefix.keys(first, have)]
         try:
             for number, page in enumerate(pages, first):
-                self.tier.read(page, entries, number - offset, wave)
+                self.tier.read(page, entries, number - offset, batch)
         finally:
             self.release(pins)
         return max(first, have)

@@ -22,11 +22,11 @@ from kvstore.cache.match import PinSet
 from kvstore.cache.reading import HostReads, Limits
 from kvstore.cache.writes import Writes
 from kvstore.frame.format import Frames
-from kvstore.frame.geometry import Wave
+from kvstore.frame.geometry import PartBatch
 from kvstore.identity.chain import Prefix
 from kvstore.layout import LayerGroup, Layout
 from kvstore.store.context import Context
-from kvstore.transfer.interrupts import BARRIER_SECONDS, unharmed
+from kvstore.transfer.interrupts import BARRIER_SECONDS, uninterrupted
 from kvstore.transfer.job import Job
 from kvstore.transfer.tasks import TaskThread
 
@@ -102,9 +102,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One step of a load: blocks ``[first, stop)`` of the layers of a wave."""
+    """One step of a load: blocks ``[first, stop)`` of the layers of a batch."""
 
-    wave: Wave
+    batch: PartBatch
     first: int
     stop: int
 
@@ -142,7 +142,7 @@ class Jobs:
             if self._is_closing:
                 return False
             if name not in self._threads:
-                unharmed(partial(self._make_thread, name))
+                uninterrupted(partial(self._make_thread, name))
             return self._threads[name].submit(task)
 
     def _make_thread(self, name: str) -> None:
@@ -216,19 +216,19 @@ class Jobs:
         )
 
     def _load(self, job: Job, load: Load) -> None:
-        """Load wave after wave, each of all blocks: one chunk is read while the last one is copied.
+        """Load batch after batch, each of all blocks: one chunk is read while the last one is copied.
 
-        A bad block ends the result, also where earlier waves had it. With a deadline there is one
-        wave of all layers, so that the blocks in time are usable. The first chunk is read before
+        A bad block ends the result, also where earlier part_batches had it. With a deadline there is one
+        batch of all layers, so that the blocks in time are usable. The first chunk is read before
         ``after`` happens, and copied then.
         """
         size = self._block_tokens
         first, end = load.start // size, load.stop // size
         is_timed = load.deadline < math.inf
-        waves = (self._format.whole,) if is_timed else self._format.waves(end - first)
-        chunks = [chunk for wave in waves for chunk in _chunks(wave, first, end)]
+        part_batches = (self._format.whole,) if is_timed else self._format.part_batches(end - first)
+        chunks = [chunk for batch in part_batches for chunk in _chunks(batch, first, end)]
         most = max(
-            ((chunk.stop - chunk.first) * chunk.wave.block_bytes for chunk in chunks), default=0
+            ((chunk.stop - chunk.first) * chunk.batch.block_bytes for chunk in chunks), default=0
         )
         stages = [_Stage(self._format, most) for _ in chunks[:2]]
         limits = Limits(load.deadline, lambda: job.is_cancelled)
@@ -238,10 +238,10 @@ class Jobs:
                 begun = None
                 if chunk is not None and chunk.first < end and not job.is_cancelled:
                     stop = min(chunk.stop, end)
-                    room = stages[number % 2].room(chunk.wave, stop - chunk.first)
+                    room = stages[number % 2].room(chunk.batch, stop - chunk.first)
                     reading = self._reads.begin(
                         *(load.prefix, load.resident, chunk.first, stop, room),
-                        wave=chunk.wave,
+                        batch=chunk.batch,
                         limits=limits,
                     )
                     begun = chunk, reading
@@ -251,7 +251,7 @@ class Jobs:
                     end = min(end, have) if have < before.stop else end
                     until = min(have, end) * size
                     is_copied = self._copy(job, load, before, reading.entries, until)
-                    if is_copied and before.wave is waves[-1]:
+                    if is_copied and before.batch is part_batches[-1]:
                         done = max(done, until)
                 elif not await_event(load.after, job, load.deadline):
                     end = first
@@ -274,7 +274,7 @@ class Jobs:
         if until <= begin:
             return False
         is_last = until == load.stop
-        for layer, group, row in _in_order(self._format.layout, chunk.wave):
+        for layer, group, row in _in_order(self._format.layout, chunk.batch):
             ratio = group.tokens_per_entry
             rows = entries[group.name][row, (begin - base) // ratio : (until - base) // ratio]
             with job.copying() as may_copy:
@@ -291,10 +291,10 @@ class Jobs:
         job.failed_blocks = tuple(range(done // size, load.stop // size))
 
 
-def _chunks(wave: Wave, first: int, stop: int) -> list[_Chunk]:
-    """Cut blocks ``[first, stop)`` of a wave into chunks of at most half the staging memory."""
-    step = max(1, STAGING_BYTES // 2 // max(1, wave.block_bytes))
-    return [_Chunk(wave, at, min(stop, at + step)) for at in range(first, stop, step)]
+def _chunks(batch: PartBatch, first: int, stop: int) -> list[_Chunk]:
+    """Cut blocks ``[first, stop)`` of a batch into chunks of at most half the staging memory."""
+    step = max(1, STAGING_BYTES // 2 // max(1, batch.block_bytes))
+    return [_Chunk(batch, at, min(stop, at + step)) for at in range(first, stop, step)]
 
 
 class _Stage:
@@ -304,10 +304,10 @@ class _Stage:
         self._frames = frames
         self._memory = np.empty(size, np.uint8)
 
-    def room(self, wave: Wave, blocks: int) -> dict[str, NDArray[np.uint8]]:
-        """Return arrays for entries of some blocks of a wave; they reuse the last call's memory."""
+    def room(self, batch: PartBatch, blocks: int) -> dict[str, NDArray[np.uint8]]:
+        """Return arrays for entries of some blocks of a batch; they reuse the last call's memory."""
         found, at = {}, 0
-        for name, shape in self._frames.empty(0, wave).items():
+        for name, shape in self._frames.empty(0, batch).items():
             layers, _, entry_bytes = shape.shape
             rows = blocks * self._frames.entries[name]
             size = layers * rows * entry_bytes
@@ -316,13 +316,13 @@ class _Stage:
         return found
 
 
-def _in_order(layout: Layout, wave: Wave) -> list[tuple[int, LayerGroup, int]]:
-    """Return ``(layer, group, row in the group's entries)`` of a wave's layers, in layer order."""
+def _in_order(layout: Layout, batch: PartBatch) -> list[tuple[int, LayerGroup, int]]:
+    """Return ``(layer, group, row in the group's entries)`` of a batch's layers, in layer order."""
     return sorted(
         (
             (layer, group, row)
             for group in layout.global_groups
-            for row, layer in enumerate(n for n in group.layers if n in wave.layers)
+            for row, layer in enumerate(n for n in group.layers if n in batch.layers)
         ),
         key=lambda found: found[0],
     )

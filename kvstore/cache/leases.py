@@ -9,7 +9,7 @@ from kvstore.cache.match import PinSet, RequestKey
 from kvstore.identity.chain import Prefix
 from kvstore.index.prefix_tree import NEVER, Position, PrefixIndex
 from kvstore.store.context import Context
-from kvstore.store.writer import OwnedSsd
+from kvstore.store.writer import StoreWriter
 from kvstore.tier.window import WindowPool
 
 LEASE_SECONDS = 30.0
@@ -26,10 +26,10 @@ class Leases:
     """
 
     def __init__(
-        self, context: Context, owned: OwnedSsd | None, device: DeviceCache, window: WindowPool
+        self, context: Context, writer: StoreWriter | None, device: DeviceCache, window: WindowPool
     ) -> None:
         self._context = context
-        self._owned = owned
+        self._writer = writer
         self._device = device
         self._window = window
         self._lent: deque[PinSet] = deque()
@@ -38,7 +38,7 @@ class Leases:
         """Match a chain in the index of every tier, nearest tier first."""
         indexes = {
             "device": self._device.index if self._device.is_open else None,
-            "ssd": self._owned.index if self._owned is not None else None,
+            "ssd": self._writer.index if self._writer is not None else None,
         }
         now = self._context.wall_clock()
         return {
@@ -51,15 +51,15 @@ class Leases:
         """Pin the first ``blocks`` blocks in every tier, and their window; mark them as used."""
         pins = PinSet(expires=NEVER)
         with self._context.lock:
-            tick = self._context.next_sequence()
+            tick = self._context.next_tick()
             for tier, (index, position) in self.positions(prefix.head(blocks)).items():
                 if position.depth:
-                    segment = index.settle(position)
+                    segment = index.split_at(position)
                     index.pin(segment)
                     index.touch(segment, tick)
                     pins.segments.append((index, segment))
-                    if tier == "ssd" and self._owned is not None:
-                        self._owned.note_use(prefix.key(position.depth - 1), tick)
+                    if tier == "ssd" and self._writer is not None:
+                        self._writer.note_use(prefix.key(position.depth - 1), tick)
             if blocks:
                 pins.snapshot = self._window.pin(prefix.hashes[blocks - 1])
         return pins

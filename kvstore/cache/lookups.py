@@ -76,7 +76,7 @@ class Lookups:
         try:
             return self._store.ssd.leading_run(chain, self._context.wall_clock())
         except MEDIUM_ERRORS as error:
-            self._store.note_failed_look(error)
+            self._store.count_failed_lookup(error)
             return 0
 
     def _hit_tokens(self, prefix: Prefix, blocks: int, *, needs_window: bool) -> int:
@@ -110,7 +110,7 @@ class Lookups:
 
     def enter(self, match: Match) -> None:
         """Turn a match's lease into a pin. An expired lease is taken again, perhaps shorter."""
-        self._store.guard()
+        self._store.check_open()
         blocks = match.hit_tokens // self._block_tokens
         with self._context.lock:
             match.entered += 1

@@ -138,7 +138,7 @@ class PrefixCache(Scope, Sharing):
         )
         try:
             cache = cls(holding.shared, namespace, quota)
-            cache._holding = holding
+            cache._share = holding
             return cache
         except BaseException:
             unshare(holding)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.entries import Entries
 from kvstore.frame.format import Frames
-from kvstore.frame.geometry import Wave
+from kvstore.frame.geometry import PartBatch
 from kvstore.identity.chain import Prefix
 from kvstore.index.prefix_tree import GONE, NEVER
 from kvstore.store.open_store import OpenStore
@@ -119,14 +119,14 @@ class SsdReads:
         stop: int,
         target: Any,
         *,
-        wave: Wave | None = None,
+        batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> Reading:
         """Begin to read blocks ``[first, stop)`` into a frame target that starts at block ``first``.
 
-        ``wave`` names the layers of the target; None for all.
+        ``batch`` names the layers of the target; None for all.
         """
-        few = stop - first < FEW_BLOCKS and wave is None
+        few = stop - first < FEW_BLOCKS and batch is None
         spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
 
         def take(number: int, frame: memoryview) -> str | None:
@@ -142,8 +142,8 @@ class SsdReads:
             spare[size].append(reader)
             return done
 
-        is_part = wave is not None and wave != self._format.whole
-        bounds = wave.bounds if wave is not None and is_part else None
+        is_part = batch is not None and batch != self._format.whole
+        bounds = batch.bounds if batch is not None and is_part else None
         takers = {size: partial(take_many, size) for size in spare}
         return self.each(prefix, first, stop, take, takers, bounds=bounds, limits=limits)
 
@@ -220,7 +220,7 @@ class SsdReads:
                 message = (
                     "%d blocks were not read from %s in time: recomputed and counted from here on"
                 )
-                metrics.say_once("late", message, late, self._ssd.path)
+                metrics.warn_once("late", message, late, self._ssd.path)
         if done in reading.faults:
             self._discard(reading.prefix, done, reading.faults[done])
         return done
@@ -228,21 +228,21 @@ class SsdReads:
     def _discard(self, prefix: Prefix, number: int, fault: str) -> None:
         """Count a bad block. The owner also removes it and its descendants."""
         if fault == BUSY:
-            self._context.count_passing(self.path)
+            self._context.count_transient_error(self.path)
             return
         with self._context.lock:
             self._context.metrics.corrupt_blocks[fault] += 1
             message = (
                 "block %d of a prefix in %s is unusable (%s): recomputed and counted from here on"
             )
-            self._context.metrics.say_once(f"corrupt {fault}", message, number, self.path, fault)
-        if self._store.owned is not None:
-            self._store.owned.discard(prefix.head(number + 1))
+            self._context.metrics.warn_once(f"corrupt {fault}", message, number, self.path, fault)
+        if self._store.writer is not None:
+            self._store.writer.discard(prefix.head(number + 1))
 
     def expiry(self, prefix: Prefix, blocks: int) -> float:
         """Return when the medium's copy of the first ``blocks`` blocks expires; ``GONE`` without one."""
-        if self._store.owned is not None:
-            position = self._store.owned.index.match(prefix.head(blocks))
+        if self._store.writer is not None:
+            position = self._store.writer.index.match(prefix.head(blocks))
             return position.segment.expires if position.depth == blocks else GONE
         try:
             record = self._ssd.record(prefix.key(blocks - 1))
@@ -261,7 +261,7 @@ class HostReading:
     in_device: int
     """Leading blocks, of those to read, in device pages."""
     entries: Mapping[str, NDArray[np.uint8]]
-    wave: Wave | None
+    batch: PartBatch | None
     ssd: Reading | None
     """The part on SSD, which starts at ``first``."""
 
@@ -301,19 +301,19 @@ class HostReads:
         stop: int,
         entries: Mapping[str, NDArray[np.uint8]],
         *,
-        wave: Wave | None = None,
+        batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> HostReading:
         """Begin to copy verified blocks ``[first, stop)`` to host entries that start at ``first``.
 
-        ``resident`` are the leading blocks of each tier. ``wave`` names the layers of the entries.
+        ``resident`` are the leading blocks of each tier. ``batch`` names the layers of the entries.
         """
         on_ssd, ssd = min(stop, resident.get("ssd", 0)), None
         if on_ssd > first:
-            target = self._format.entries_target(entries, wave)
-            ssd = self._ssd.into(prefix, first, on_ssd, target, wave=wave, limits=limits)
+            target = self._format.entries_target(entries, batch)
+            ssd = self._ssd.into(prefix, first, on_ssd, target, batch=batch, limits=limits)
         in_device = min(stop, resident.get("device", 0))
-        return HostReading(prefix, first, in_device, entries, wave, ssd)
+        return HostReading(prefix, first, in_device, entries, batch, ssd)
 
     def finish(self, reading: HostReading) -> int:
         """Wait for the end of a read; return the block after the last good one."""
@@ -324,5 +324,5 @@ class HostReads:
                 return done
         if done < reading.in_device:
             stop, entries = reading.in_device, reading.entries
-            done = self._device.read(prefix, done, stop, entries, first, reading.wave)
+            done = self._device.read(prefix, done, stop, entries, first, reading.batch)
         return done

@@ -55,7 +55,7 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
-        self._holding: Any = None
+        self._share: Any = None
         """The share in the opening of the store; all its scopes keep it alive."""
         self._chains = Chains(shared, namespace)
         if ssd_quota is not None:
@@ -93,13 +93,13 @@ class Scope:
             ConfigError: if ``ssd_quota`` is no size, or above 0 and below one block.
             StoreError: if it cannot be recorded.
         """
-        self._shared.guard()
+        self._shared.check_open()
         given: object = namespace
         if not isinstance(given, Namespace):
             msg = f"namespace must be a kvstore.Namespace, found {brief(given)}"
             raise ConfigError(msg)
         scope = Scope(self._shared, namespace, quota_bytes(ssd_quota))
-        scope._holding = self._holding
+        scope._share = self._share
         return scope
 
     # ---- GLOBAL KV -----------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Scope:
         Raises:
             StoreBusy: in a reader.
         """
-        self._shared.owner("unpins").unstick(self._chains.prefix(tokens, images))
+        self._shared.require_writer("unpins").unpin(self._chains.prefix(tokens, images))
 
     def lookup(
         self,
@@ -209,7 +209,7 @@ class Scope:
 
         Cost: reads and verifies on ``read_threads`` threads, the caller's included.
         """
-        self._shared.guard()
+        self._shared.check_open()
         return self._shared.reads.read(self._chains.check(match), _timeout(timeout))
 
     @overload
@@ -254,7 +254,7 @@ class Scope:
                 layout or lacks pages of the hit, ``start`` is not a multiple of the layout's
                 alignment within the hit, or ``after`` is given without ``into``.
         """
-        self._shared.guard()
+        self._shared.check_open()
         self._chains.check(match)
         timeout = _timeout(timeout)
         if into is None and after is not None:
@@ -380,7 +380,7 @@ class Scope:
     @property
     def device(self) -> DeviceHandle:
         """The device tier: gather entries from loaded pages, or allocate pages to fill."""
-        self._shared.guard()
+        self._shared.check_open()
         return DeviceHandle(self._shared.device)
 
     # ---- window KV -----------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class Scope:
 
         For a scheduler in another process. A window may be evicted after the call.
         """
-        self._shared.guard()
+        self._shared.check_open()
         return self._shared.windows.keys()
 
     def window(self, match: Match, hook: ReplayHook | None = None) -> WindowSnapshot:
@@ -433,7 +433,7 @@ class Scope:
             ValueError: if a window is missing without a hook, or a hook's result does not cover
                 its request.
         """
-        self._shared.guard()
+        self._shared.check_open()
         return self._shared.windows.of(
             [self._pair(pair) for pair in several(pairs, "pairs", "(match, hook) pairs")]
         )
@@ -470,7 +470,7 @@ class Scope:
         Raises:
             StoreError: if blocks could not be written.
         """
-        self._shared.guard()
+        self._shared.check_open()
         self._shared.flush()
 
     def stats(self) -> dict[str, Any]:
@@ -479,7 +479,7 @@ class Scope:
         Raises:
             StoreError: if the medium cannot be read.
         """
-        self._shared.guard()
+        self._shared.check_open()
         return self._shared.stats()
 
     def clear(self, scope: Scope | None = None) -> int:
@@ -491,7 +491,7 @@ class Scope:
             StoreBusy: in a reader.
             ValueError: if ``scope`` is no scope of this store.
         """
-        self._shared.guard()
+        self._shared.check_open()
         target: object = scope if scope is not None else self
         if not isinstance(target, Scope):
             msg = f"scope must be a scope of this store, found {brief(target)}"
@@ -516,7 +516,7 @@ class Scope:
             StoreError: if it cannot be recorded: the medium fails, or the store records the
                 generations of as many namespaces as its size allows. The old one stays in force.
         """
-        self._shared.guard()
+        self._shared.check_open()
         return self._chains.begin_generation()
 
 

@@ -77,7 +77,7 @@ class SharedTiers(OpenStore):
         self.generations = Generations(self)
         self.ssd_reads = SsdReads(self, read_threads)
         self.device = DeviceCache(self.context, frame_format, self.ssd_reads, open_device)
-        self.leases = Leases(self.context, self.owned, self.device, window)
+        self.leases = Leases(self.context, self.writer, self.device, window)
         self.lookups = Lookups(self, frame_format, self.leases, window)
         self.reads = HostReads(frame_format, self.ssd_reads, self.device)
         self.writes = Writes(self)
@@ -91,7 +91,7 @@ class SharedTiers(OpenStore):
             f"the eviction policy of {self.ssd.path} failed: {error!r}; LRU replaces it "
             "until the store is reopened"
         )
-        self.metrics.say_once("policy", "%s", self._policy_alarm)
+        self.metrics.warn_once("policy", "%s", self._policy_alarm)
 
     @override
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
@@ -138,12 +138,12 @@ class SharedTiers(OpenStore):
                 "or 0 for a namespace that stores nothing"
             )
             raise ConfigError(msg)
-        if self.owned is not None:
-            self.owned.set_quota(root, namespace, quota)
+        if self.writer is not None:
+            self.writer.set_quota(root, namespace, quota)
 
     def clear(self, root: BlockHash) -> int:
         """Remove every block and window of one namespace; return the number of blocks on SSD."""
-        count = self.owner("clears").clear(root)
+        count = self.require_writer("clears").clear(root)
         with self.context.lock:
             self.window.clear(root)
             self.device.clear(root)
@@ -155,7 +155,7 @@ class SharedTiers(OpenStore):
             self._give_up_leases()
         try:
             sizes = self._ssd_sizes()
-            named = namespace_facts(self.ssd) if self.owned is None else {}
+            named = namespace_facts(self.ssd) if self.writer is None else {}
         except MEDIUM_ERRORS as error:
             msg = f"the store at {self.ssd.path} cannot be read: {error}"
             raise StoreError(msg) from error
@@ -172,13 +172,13 @@ class SharedTiers(OpenStore):
                 | ({"device": self.device.stats()} if self.device.is_open else {}),
                 "window": self.window.stats(),
                 "scrub": self._scrub_stats(),
-                "index": {"segments": self.owned.index.segments if self.owned is not None else 0},
+                "index": {"segments": self.writer.index.segments if self.writer is not None else 0},
                 "namespaces": [
                     {"id": number, "quota": None, **entry}
                     for number, entry in sorted(named.items())
                 ]
-                if self.owned is None
-                else self.owned.namespace_counts(),
+                if self.writer is None
+                else self.writer.namespace_counts(),
                 "counters": self.metrics.as_dict(),
                 "alarms": [*self.metrics.alarms, *self._alarms(ssd)],
             }

@@ -31,10 +31,10 @@ class Writes:
 
     def known_blocks(self, prefix: Prefix) -> int:
         """Return how many leading blocks are stored or queued; 0 in a reader."""
-        if self._store.owned is None:
+        if self._store.writer is None:
             return 0
         with self._store.context.lock:
-            return self._store.owned.known_blocks(prefix)
+            return self._store.writer.known_blocks(prefix)
 
     def store(
         self,
@@ -46,7 +46,7 @@ class Writes:
         """Queue the blocks of tokens ``[start, ...)`` that are neither stored nor queued."""
         size = self._format.block_tokens
         first = start // size
-        if self._store.owned is None:
+        if self._store.writer is None:
             count = len(prefix.hashes) - first
             self._store.context.count_drop("reader", count)
             return Stored(start, 0, count)
@@ -56,7 +56,7 @@ class Writes:
             ids = prefix.block_ids(header.number)
             return self._format.encode(header, ids, source(), header.number - first)
 
-        taken = self._store.owned.store(
+        taken = self._store.writer.store(
             *(prefix, options.namespace, encode, first),
             wait=options.wait,
             ttl=options.ttl,

@@ -44,7 +44,7 @@ def _write_rows(report: Report) -> None:
         for row in report.rows
     ]
     for interval, ratios in report.infinite_cache_of.items():
-        label = "infinite cache" if interval == "all" else "infinite, last half"
+        label = "infinite cache" if interval == "all" else "its last half"
         rows.append([label, f"{report.infinite_cache.size_blocks:,}", *_shares(1.0, ratios)])
     write_line(f"{report.trace.name}: hit ratios by policy and size")
     columns = ["policy", "blocks", "size", "tokens", "prefix", "any block", "requests"]

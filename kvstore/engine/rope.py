@@ -55,7 +55,7 @@ class RopeTables:
             )
             raise ConfigError(msg)
         for module, layer_type in self._parts:
-            _settle(module, layer_type)
+            _normalise(module, layer_type)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -146,7 +146,7 @@ def _choose(module: Any, layer_type: str | None, length: int) -> None:
         _update(module, positions, positions, **arguments)
 
 
-def _settle(module: Any, layer_type: str | None) -> None:
+def _normalise(module: Any, layer_type: str | None) -> None:
     """Give a module the attributes that transformers sets at the first change of its table.
 
     After that every request leaves the module in the same state.

@@ -23,7 +23,7 @@ from kvstore.codec.raw import DTYPES
 from kvstore.codec.zstd import LEAST_SAVED, Range, TopBytes
 from kvstore.errors import ConfigError
 from kvstore.frame.format import FrameFormat, Frames
-from kvstore.frame.geometry import Wave
+from kvstore.frame.geometry import PartBatch
 from kvstore.frame.header import Header, form_flags
 from kvstore.frame.targets import Places
 from kvstore.layout import SCALE_RULES, Layout
@@ -228,22 +228,22 @@ class AtRestFormat:
         return self._write_lossless.encode(header, tokens, source.lossless, block)
 
     @property
-    def whole(self) -> Wave:
+    def whole(self) -> PartBatch:
         """All parts as one batch."""
         return self.lossless.whole
 
-    def waves(self, blocks: int) -> tuple[Wave, ...]:
+    def part_batches(self, blocks: int) -> tuple[PartBatch, ...]:
         """Return all parts as one batch: frames of two layouts are read whole."""
         del blocks
         return (self.whole,)
 
     def entries_target(
-        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+        self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
     ) -> AtRestTarget:
         """Return a target of entries in the engine's format; as :meth:`FrameFormat.entries_target`."""
-        lossless = self.lossless.entries_target(entries, wave)
+        lossless = self.lossless.entries_target(entries, batch)
         numbers = {name: entries[name].view(dtype) for name, (_, dtype) in self._codecs.items()}
-        return AtRestTarget(self.quantized.mixed_target(entries, numbers, wave), lossless)
+        return AtRestTarget(self.quantized.mixed_target(entries, numbers, batch), lossless)
 
     def readers(self, target: AtRestTarget) -> Mapping[int, native.FrameReader]:
         """Return readers of frames of either size; as :meth:`FrameFormat.readers`."""
@@ -258,9 +258,9 @@ class AtRestFormat:
         own = target.quantized if found.is_packed else target.lossless
         return found.scatter(frame, own, block)
 
-    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
+    def empty(self, blocks: int, batch: PartBatch | None = None) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries in the engine's format for ``blocks`` blocks, by group."""
-        return self.lossless.empty(blocks, wave)
+        return self.lossless.empty(blocks, batch)
 
 
 def frames_of(layout: Layout, block_tokens: int, packing: Packing | None) -> Frames:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore.codec import native
 from kvstore.frame import targets
-from kvstore.frame.geometry import FrameGeometry, Wave
+from kvstore.frame.geometry import FrameGeometry, PartBatch
 from kvstore.frame.header import (
     CHECKED_BYTES,
     FIXED_BYTES,
@@ -82,7 +82,7 @@ class Frames(Protocol):
         """Return the format that a frame claims to have, for checking and reading it."""
 
     def entries_target(
-        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+        self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
     ) -> Any:
         """Return a target for ``scatter``, of all entries or those of a batch."""
 
@@ -95,14 +95,14 @@ class Frames(Protocol):
     def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
         """Copy a payload to a target and verify it; return its fault, or None."""
 
-    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
+    def empty(self, blocks: int, batch: PartBatch | None = None) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group, of a batch or all."""
 
-    def waves(self, blocks: int) -> Sequence[Wave]:
+    def part_batches(self, blocks: int) -> Sequence[PartBatch]:
         """Return all parts in batches, in order of layer, for a load of ``blocks`` blocks."""
 
     @property
-    def whole(self) -> Wave:
+    def whole(self) -> PartBatch:
         """All parts as one batch."""
 
 
@@ -325,7 +325,7 @@ class FrameFormat(FrameGeometry):
         return {} if reader is None else {self.frame_bytes: reader}
 
     def entries_target(
-        self, entries: Mapping[str, NDArray[np.uint8]], wave: Wave | None = None
+        self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
     ) -> Places:
         """Return a target of entries as they are stored, of all parts or those of a batch.
 
@@ -337,7 +337,7 @@ class FrameFormat(FrameGeometry):
         Raises:
             ValueError: naming what was found and what was expected.
         """
-        return targets.target_of(self, entries, {}, wave)
+        return targets.target_of(self, entries, {}, batch)
 
     def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
         """Return a source of entries to store.
@@ -350,7 +350,7 @@ class FrameFormat(FrameGeometry):
         self,
         entries: Mapping[str, NDArray[np.uint8]],
         values: Mapping[str, Array],
-        wave: Wave | None = None,
+        batch: PartBatch | None = None,
     ) -> Places:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
@@ -367,7 +367,7 @@ class FrameFormat(FrameGeometry):
             ValueError: naming what was found and what was expected.
             ConfigError: for a format without a codec.
         """
-        return targets.target_of(self, entries, values, wave)
+        return targets.target_of(self, entries, values, batch)
 
     @cached_property
     def _block_at_zero(self) -> Places:

@@ -26,14 +26,14 @@ RESERVED_BYTES = 32
 """Bytes for a future nonce (12) and tag (16) of authenticated encryption, zero so far; then the
 relative quantization error as a float32."""
 
-WAVE_BYTES = 4 << 20
+PART_BATCH_BYTES = 4 << 20
 """Fewest bytes of a batch of parts: it takes 1 to 2 ms, of which the set-up is a tenth."""
-WAVE_BLOCK_BYTES = 16 << 10
+PART_BATCH_BLOCK_BYTES = 16 << 10
 """Fewest bytes of a block in a batch: a separate read costs as much as these. docs/ssd.md."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class PartBatch:
     """A batch of parts: parts ``[start, stop)`` of several frames, loaded together."""
 
     start: int
@@ -94,25 +94,25 @@ class FrameGeometry:
         return tuple(sorted(owned, key=lambda group: order.index(group.tokens_per_entry)))
 
     @property
-    def whole(self) -> Wave:
+    def whole(self) -> PartBatch:
         """All parts as one batch."""
         bounds = self.part_bounds[0][0], self.part_bounds[-1][1]
-        return Wave(0, self.part_count, tuple(self.members), bounds)
+        return PartBatch(0, self.part_count, tuple(self.members), bounds)
 
-    def waves(self, blocks: int) -> tuple[Wave, ...]:
+    def part_batches(self, blocks: int) -> tuple[PartBatch, ...]:
         """Return all parts in batches, in order of layer, for a load of ``blocks`` blocks.
 
-        A batch has the fewest layers that reach both ``WAVE_BYTES`` and ``WAVE_BLOCK_BYTES``.
+        A batch has the fewest layers that reach both ``PART_BATCH_BYTES`` and ``PART_BATCH_BLOCK_BYTES``.
         """
-        least = max(WAVE_BLOCK_BYTES, -(-WAVE_BYTES // max(1, blocks)))
-        waves: list[Wave] = []
+        least = max(PART_BATCH_BLOCK_BYTES, -(-PART_BATCH_BYTES // max(1, blocks)))
+        part_batches: list[PartBatch] = []
         first, owners = 0, tuple(self.members)
         for stop, (_, end) in enumerate(self.part_bounds, 1):
             start = self.part_bounds[first][0]
             if end - start >= least or stop == self.part_count:
-                waves.append(Wave(first, stop, owners[first:stop], (start, end)))
+                part_batches.append(PartBatch(first, stop, owners[first:stop], (start, end)))
                 first = stop
-        return tuple(waves)
+        return tuple(part_batches)
 
     def unit(self, group: LayerGroup) -> int:
         """Return the number of entries of a group that are planar together."""
@@ -130,16 +130,16 @@ class FrameGeometry:
                     yield offset, offset + unit * group.entry_bytes, group
                     offset += unit * group.entry_bytes
 
-    def layers_of(self, wave: Wave | None = None) -> dict[str, list[int]]:
+    def layers_of(self, batch: PartBatch | None = None) -> dict[str, list[int]]:
         """Return the layers of each GLOBAL group, in its order; only those of a batch if given."""
         return {
-            group.name: [n for n in group.layers if wave is None or n in wave.layers]
+            group.name: [n for n in group.layers if batch is None or n in batch.layers]
             for group in self.layout.global_groups
         }
 
-    def empty(self, blocks: int, wave: Wave | None = None) -> dict[str, NDArray[np.uint8]]:
+    def empty(self, blocks: int, batch: PartBatch | None = None) -> dict[str, NDArray[np.uint8]]:
         """Return uninitialised entries for ``blocks`` blocks, by GLOBAL group, of a batch or all."""
-        layers = self.layers_of(wave)
+        layers = self.layers_of(batch)
         return {
             group.name: np.empty(
                 (len(layers[group.name]), blocks * self.entries[group.name], group.entry_bytes),

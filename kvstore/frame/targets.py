@@ -13,7 +13,7 @@ from kvstore.codec import codec_for, native
 from kvstore.codec.arrays import FLOATS, check_apart, check_in, check_out, host_view
 from kvstore.codec.quantized import QuantizedCodec
 from kvstore.codec.raw import RawCodec
-from kvstore.frame.geometry import FrameGeometry, Wave
+from kvstore.frame.geometry import FrameGeometry, PartBatch
 
 if TYPE_CHECKING:
     from kvstore.codec.arrays import Array
@@ -81,13 +81,13 @@ def target_of(
     geometry: FrameGeometry,
     entries: Mapping[str, NDArray[np.uint8]],
     values: Mapping[str, Array],
-    wave: Wave | None = None,
+    batch: PartBatch | None = None,
 ) -> Places:
     """Return a target of numbers for the groups in ``values``, of entries for the others.
 
     See ``FrameFormat.mixed_target``.
     """
-    return _places(geometry, entries, values, wave, is_output=True)
+    return _places(geometry, entries, values, batch, is_output=True)
 
 
 def block_at_zero(geometry: FrameGeometry) -> Places:
@@ -131,13 +131,13 @@ def _places(
     geometry: FrameGeometry,
     entries: Mapping[str, NDArray[np.uint8]],
     values: Mapping[str, Array],
-    wave: Wave | None,
+    batch: PartBatch | None,
     *,
     is_output: bool,
 ) -> Places:
     codecs: dict[str, native.Prepared] = {}
     views: dict[str, NDArray[np.generic]] = {}
-    layers = geometry.layers_of(wave)
+    layers = geometry.layers_of(batch)
     for group in geometry.layout.global_groups:
         if not layers[group.name]:
             continue
@@ -157,7 +157,7 @@ def _places(
         views[group.name] = view
     if is_output:
         check_apart(views)
-    return _table(geometry, views, codecs, layers, wave or geometry.whole)
+    return _table(geometry, views, codecs, layers, batch or geometry.whole)
 
 
 def _by_block(view: NDArray[np.generic], count: int) -> NDArray[np.generic]:
@@ -174,14 +174,14 @@ def _table(
     views: Mapping[str, NDArray[np.generic]],
     codecs: Mapping[str, native.Prepared],
     layers: Mapping[str, list[int]],
-    wave: Wave,
+    batch: PartBatch,
 ) -> Places:
     rows: list[tuple[int, ...]] = []
     steps: list[int] = []
     parts: list[native.Part] = []
     addresses = {name: _address(view) for name, view in views.items()}
     numbered = list(zip(geometry.members.items(), geometry.part_bounds, strict=True))
-    for (layer, members), bounds in numbered[wave.start : wave.stop]:
+    for (layer, members), bounds in numbered[batch.start : batch.stop]:
         first = len(rows)
         for group in members:
             view, codec = views[group.name], codecs.get(group.name)
@@ -200,5 +200,5 @@ def _table(
         np.array(steps, np.int64),
         tuple(parts),
         (tuple(views.values()), tuple(codecs.values())),
-        wave.start,
+        batch.start,
     )

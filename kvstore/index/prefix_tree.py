@@ -132,7 +132,7 @@ class PrefixIndex:
                 return Position(child, shared // KEY_BYTES, at // KEY_BYTES)
         return Position(segment, segment.blocks, at // KEY_BYTES)
 
-    def settle(self, position: Position) -> Segment:
+    def split_at(self, position: Position) -> Segment:
         """Return the segment that ends at ``position``; split the one that goes on behind it."""
         if position.inside == position.segment.blocks:
             return position.segment

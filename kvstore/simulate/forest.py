@@ -54,7 +54,7 @@ class Forest(PrefixIndex):
 
     def remove(self, keys: bytes) -> None:
         """Remove blocks that begin with a child of the root; their children stay."""
-        segment: Segment | None = self.settle(self.match(keys))
+        segment: Segment | None = self.split_at(self.match(keys))
         removed = []
         while segment is not None and segment is not self.root:
             removed.append(segment)

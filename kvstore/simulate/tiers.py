@@ -184,7 +184,7 @@ class _Inclusive(_Tiers[PrefixIndex]):
         served, reach, used = [], 0, []
         for index in self._indexes:
             position = index.match(chain)
-            segment = index.settle(position)
+            segment = index.split_at(position)
             if position.depth:
                 index.touch(segment, self._tick())
                 index.pin(segment)
@@ -207,7 +207,7 @@ class _Inclusive(_Tiers[PrefixIndex]):
         evicted: list[BlockKey] = []
         fresh = 0
         if missing > 0:
-            segment = index.settle(position)
+            segment = index.split_at(position)
             index.pin(segment)
             evicted = index.evict(max(0, missing - (capacity - index.blocks)))
             fresh = min(missing, capacity - index.blocks)  # pinned blocks stay, so maybe fewer
@@ -256,7 +256,7 @@ class _Exclusive(_Tiers[Forest]):
             segment = index.root
             if found > rising:
                 start = (reach + rising) * KEY_BYTES
-                segment = index.settle(index.match(chain[start : (reach + found) * KEY_BYTES]))
+                segment = index.split_at(index.match(chain[start : (reach + found) * KEY_BYTES]))
                 index.touch(segment, self._tick())
                 index.pin(segment)
                 used.append((index, segment))

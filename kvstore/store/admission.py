@@ -83,7 +83,7 @@ class Admission:
             return StoreResult(min(known, stop), decided.present, decided.orphans + decided.excess)
         with self.context.lock:
             number = self.namespaces.acquire(prefix.root, namespace)
-            tick = self.context.next_sequence()
+            tick = self.context.next_tick()
         request = StoreRequest(prefix, number, tick, expires, is_pinned)
         try:
             end, reason = self._enqueue(request, decided.store, encode, time.monotonic() + wait)

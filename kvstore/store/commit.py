@@ -58,9 +58,9 @@ def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, 
     runs: list[Run] = []
     present = orphans = 0
     staged: set[BlockKey] = set()
-    for _, group in groupby(batch, key=lambda block: id(block.ticket)):
+    for _, group in groupby(batch, key=lambda block: id(block.request)):
         blocks = list(group)
-        request = blocks[0].ticket
+        request = blocks[0].request
         depth = index.match(request.prefix.path[: (blocks[-1].number + 1) * KEY_BYTES]).depth
         fresh = [block for block in blocks if block.number >= depth]
         present += len(blocks) - len(fresh)
@@ -89,7 +89,7 @@ def cut(runs: Iterable[Run], room: int, size: Callable[[bytearray], int]) -> int
 
 def as_put(frames: Frames, block: Queued, tick: int) -> Put:
     """Return a block with its record, as the tier writes it."""
-    request, form = block.ticket, frames.form_of(block.frame)
+    request, form = block.request, frames.form_of(block.frame)
     record = Record(
         parent=block.parent,
         number=block.number,
@@ -174,7 +174,7 @@ class Committer:
         for run in runs:
             position = self.index.match(run.parent_path)
             if position.depth:
-                segment = self.index.settle(position)
+                segment = self.index.split_at(position)
                 self.index.pin(segment)
                 pinned.append(segment)
         return pinned
@@ -199,7 +199,7 @@ class Committer:
         """Write runs and uses in one transaction; return whether they are stored."""
         blocks = [block for run in runs for block in run.blocks]
         with self.context.lock:
-            ticks = [self.context.next_sequence() for _ in blocks]
+            ticks = [self.context.next_tick() for _ in blocks]
         puts = [as_put(self.frames, *each) for each in zip(blocks, ticks, strict=True)]
         if not puts and not uses:
             return True
@@ -246,7 +246,7 @@ class Committer:
                     orphans += reversed(keys)
                     continue
                 segment = self.index.extend(
-                    self.index.settle(position),
+                    self.index.split_at(position),
                     b"".join(keys),
                     now=request.tick,
                     namespace_id=request.namespace_id,

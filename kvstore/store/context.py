@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.store.metrics import Metrics
 
-_DROP_REASONS = {
+DROP_REASONS = {
     "closed": "the store is being closed",
     "no_parent": "their parent is not stored",
     "no_room": "all other blocks of the tier are queued, pinned or their ancestors",
@@ -35,17 +35,17 @@ class Context:
         """Monotonic seconds, for leases and windows."""
         self.wall_clock = wall_clock
         """Seconds that keep their meaning after a restart, for blocks with a time to live."""
-        self.sequence = 0
+        self.tick = 0
         """The newest logical time that was given out."""
 
     def abandon(self) -> None:
         """In a forked child: replace the lock, which a thread of the parent may hold."""
         self.lock = threading.RLock()
 
-    def next_sequence(self) -> int:
+    def next_tick(self) -> int:
         """Return a new logical time. The caller holds the lock."""
-        self.sequence += 1
-        return self.sequence
+        self.tick += 1
+        return self.tick
 
     def count_drop(self, reason: str, count: int) -> None:
         """Count blocks that were not stored, and log the first of each reason."""
@@ -53,11 +53,11 @@ class Context:
             with self.lock:
                 self.metrics.dropped_blocks[reason] += count
                 message = "%d blocks were not stored: %s; further ones are only counted"
-                self.metrics.say_once(reason, message, count, _DROP_REASONS[reason])
+                self.metrics.warn_once(reason, message, count, DROP_REASONS[reason])
 
-    def count_passing(self, path: Path) -> None:
+    def count_transient_error(self, path: Path) -> None:
         """Count a read that met a transient condition, and log the first."""
         with self.lock:
             self.metrics.passing_errors += 1
             message = "%s could not be read for a moment: a miss; further ones are only counted"
-            self.metrics.say_once("passing", message, path)
+            self.metrics.warn_once("passing", message, path)

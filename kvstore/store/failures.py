@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from kvstore.store.context import Context
-from kvstore.tier.ssd.faults import passes
+from kvstore.tier.ssd.faults import is_transient
 from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ class WriteFailures:
         """Count a failed write; stop writing after ``WRITE_ERRORS_TO_READ_ONLY`` in a row."""
         metrics, path, now = self.context.metrics, self.ssd.path, self.context.clock()
         # A reader, a full disk, or a lack of slots or descriptors is no failure of the medium.
-        is_external = passes(error) or self.ssd.lacks_room(error, 1)
+        is_external = is_transient(error) or self.ssd.lacks_room(error, 1)
         with self.context.lock:
             metrics.write_errors += 1
             self.count += not is_external
-            metrics.say_once("write", "a write to %s failed: %s", path, error)
+            metrics.warn_once("write", "a write to %s failed: %s", path, error)
             if is_external or self.count < WRITE_ERRORS_TO_READ_ONLY or now < self.stopped_until:
                 return
             was_stopped = self.stopped_until > -math.inf

@@ -102,7 +102,7 @@ class Metrics:
         """Hit tokens of all tiers."""
         return self.hit_tokens.total()
 
-    def say_once(self, topic: str, message: str, *args: object) -> None:
+    def warn_once(self, topic: str, message: str, *args: object) -> None:
         """Log a warning the first time that a topic occurs."""
         if topic not in self._said:
             self._said.add(topic)
@@ -120,7 +120,7 @@ class Metrics:
     def check_alarms(self) -> None:
         """Log the alarm once."""
         for sentence in self.alarms:
-            self.say_once("zero-hits", "%s", sentence)
+            self.warn_once("zero-hits", "%s", sentence)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters as plain JSON values."""

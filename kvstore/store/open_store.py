@@ -13,8 +13,8 @@ from kvstore.identity.block import BlockHash
 from kvstore.index.prefix_tree import PrefixIndex
 from kvstore.store.context import Context
 from kvstore.store.scrub import Scrubber
-from kvstore.store.writer import OwnedSsd
-from kvstore.tier.ssd.faults import passes
+from kvstore.store.writer import StoreWriter
+from kvstore.tier.ssd.faults import is_transient
 from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class OpenStore:
     """A store directory that this process has open, as its owner or as a reader.
 
-    ``owned`` is the writer, None in a reader, which looks up blocks in the medium instead of the index.
+    ``writer`` is the writer, None in a reader, which looks up blocks in the medium instead of the index.
 
     Threads: every public method may be called from any thread of the process that opened it.
     """
@@ -50,7 +50,7 @@ class OpenStore:
         self.context = Context(clock, wall_clock)
         self.metrics = self.context.metrics
         self.ssd = ssd
-        self.owned: OwnedSsd | None = None
+        self.writer: StoreWriter | None = None
         self._pid = os.getpid()
         self.is_closed = False
         """Whether the store was closed, or inherited by a fork."""
@@ -60,7 +60,7 @@ class OpenStore:
         self._compaction_error = ""
         """Why a file that was larger than its cap was not compacted at the opening."""
         if ssd.is_owner:
-            self.owned = OwnedSsd(
+            self.writer = StoreWriter(
                 *(self.context, ssd, frame_format, index, self._give_up_leases),
                 request_share=request_share,
             )
@@ -74,14 +74,14 @@ class OpenStore:
     @property
     def is_owner(self) -> bool:
         """Whether this process owns the store."""
-        return self.owned is not None
+        return self.writer is not None
 
     def start(self) -> None:
         """As the owner, bring the file below its cap and start the scrub."""
         self._fit_to_cap()
-        if self.owned is not None and self._scrub_rate:
+        if self.writer is not None and self._scrub_rate:
             self._scrubber = Scrubber(
-                *(self.context, self.owned, self.format),
+                *(self.context, self.writer, self.format),
                 bytes_per_second=self._scrub_rate,
                 keys_root=self._keys_root,
             )
@@ -99,10 +99,10 @@ class OpenStore:
         Cost: none without a smaller cap; else that of :meth:`SsdTier.compact`.
         """
         ssd = self.ssd
-        if self.owned is None:
+        if self.writer is None:
             return
         if ssd.live_bytes > ssd.high_bytes:
-            self.owned.evict_to(ssd.low_bytes)
+            self.writer.evict_to(ssd.low_bytes)
         ssd.trim()
         if ssd.file_bytes <= ssd.capacity_bytes:
             return
@@ -121,7 +121,7 @@ class OpenStore:
         why = f"and was not compacted at the opening: {self._compaction_error}"
         return [f"{found} {self.ssd.capacity_bytes}, {why}"]
 
-    def guard(self) -> None:
+    def check_open(self) -> None:
         """Raise ``StoreError`` in a forked child or after ``close``."""
         if os.getpid() != self._pid:
             msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
@@ -130,17 +130,17 @@ class OpenStore:
             msg = f"the store at {self.ssd.path} is closed"
             raise StoreError(msg)
 
-    def owner(self, action: str) -> OwnedSsd:
+    def require_writer(self, action: str) -> StoreWriter:
         """Return the writer; in a reader, raise ``StoreBusy`` with the verb that needs an owner."""
-        if self.owned is None:
+        if self.writer is None:
             msg = f"the store at {self.ssd.path} is open as a reader; only its owner {action}"
             raise StoreBusy(msg)
-        return self.owned
+        return self.writer
 
-    def note_failed_look(self, error: BaseException) -> None:
+    def count_failed_lookup(self, error: BaseException) -> None:
         """Count a lookup in the medium that failed, and so was a miss."""
-        if passes(error):
-            self.context.count_passing(self.ssd.path)
+        if is_transient(error):
+            self.context.count_transient_error(self.ssd.path)
         else:
             with self.context.lock:
                 self.metrics.corrupt_blocks["io"] += 1
@@ -148,8 +148,8 @@ class OpenStore:
     def flush(self) -> None:
         """Return when every block accepted before survives power loss."""
         self._finish_background(is_last=False)
-        if self.owned is not None:
-            self.owned.flush()
+        if self.writer is not None:
+            self.writer.flush()
 
     def close(self) -> None:
         """Flush, stop the writer and close the files. Idempotent."""
@@ -160,8 +160,8 @@ class OpenStore:
             self._scrubber.stop()
         try:
             self._finish_background(is_last=True)
-            if self.owned is not None:
-                self.owned.close()
+            if self.writer is not None:
+                self.writer.close()
         finally:
             self.ssd.close()
 
@@ -182,11 +182,11 @@ class OpenStore:
             "live_bytes": self.ssd.live_bytes,
             "file_bytes": self.ssd.file_bytes,
             "capacity_bytes": self.ssd.capacity_bytes,
-            "queued_blocks": self.owned.queue.queued_blocks if self.owned is not None else 0,
-            "is_read_only": self.owned is None or self.owned.is_read_only,
+            "queued_blocks": self.writer.queue.queued_blocks if self.writer is not None else 0,
+            "is_read_only": self.writer is None or self.writer.is_read_only,
         }
 
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
         """Return the alarms of the writer and of the file size; ``ssd`` is of ``_ssd_sizes``."""
-        found = [] if self.owned is None else self.owned.alarms
+        found = [] if self.writer is None else self.writer.alarms
         return found + self._size_alarms(ssd["file_bytes"])

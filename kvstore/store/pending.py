@@ -51,4 +51,4 @@ class PendingBlocks(dict[BlockKey, BlockKey]):
         """Remove blocks whose commit ended, and release their namespaces."""
         for block in blocks:
             self.pop(block.key, None)
-            self._namespaces.release(block.ticket.namespace_id)
+            self._namespaces.release(block.request.namespace_id)

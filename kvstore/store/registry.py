@@ -23,7 +23,7 @@ from kvstore.store.open_store import OpenStore
 from kvstore.store.opening import take_over
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import SsdOptions
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import uninterrupted
 
 T = TypeVar("T", bound=OpenStore)
 logger = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ class Share(Generic[T]):
 class Sharing:
     """A context manager over one share of an open store."""
 
-    _holding: Share[Any] | None
+    _share: Share[Any] | None
 
     def close(self) -> None:
         """Flush, and release the store when this was its last opening. Idempotent."""
-        if self._holding is not None:
-            unshare(self._holding)
+        if self._share is not None:
+            unshare(self._share)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +127,7 @@ def share(
             _open_stores[made] = _SharedStore(store, options)
             return _new_share(_open_stores[made])
 
-    return unharmed(open_share, unshare)
+    return uninterrupted(open_share, unshare)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -146,7 +146,7 @@ def is_open_here(path: Path) -> bool:
 
 def unshare(holding: Share[Any]) -> None:
     """Release a share; the last one closes the store. Idempotent."""
-    unharmed(lambda: _unshare(holding))
+    uninterrupted(lambda: _unshare(holding))
 
 
 def _unshare(holding: Share[Any]) -> None:

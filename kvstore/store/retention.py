@@ -84,8 +84,8 @@ class Retention:
         position = self.index.match(prefix.path[: renewal.blocks * KEY_BYTES])
         if not position.depth:
             return []
-        segment = self.index.settle(position)
-        tick = self.context.next_sequence()
+        segment = self.index.split_at(position)
+        tick = self.context.next_tick()
         self.index.touch(segment, tick)
         key = prefix.key(position.depth - 1)
         self.note_use(key, tick)

@@ -20,7 +20,7 @@ from kvstore.frame.format import Frames
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.store.context import Context
 from kvstore.store.integrity import stored_fault
-from kvstore.store.writer import OwnedSsd
+from kvstore.store.writer import StoreWriter
 from kvstore.tier.ssd.capacity import PAGE_HEADER_BYTES
 from kvstore.tier.ssd.direct import DirectFile
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
@@ -76,7 +76,7 @@ class Scrubber:
     def __init__(
         self,
         context: Context,
-        writer: OwnedSsd,
+        writer: StoreWriter,
         frames: Frames,
         *,
         bytes_per_second: int,
@@ -138,7 +138,7 @@ class Scrubber:
                     seconds = self.step()
                 except MEDIUM_ERRORS as error:
                     message = "the scrub of %s pauses: %s"
-                    self._context.metrics.say_once("scrub", message, self._ssd.path, error)
+                    self._context.metrics.warn_once("scrub", message, self._ssd.path, error)
                     seconds = RETRY_SECONDS
                 if seconds and self._wait(seconds):
                     return
@@ -223,7 +223,7 @@ class Scrubber:
             message = (
                 "block %s in %s is bad (%s): the scrub removes it; further ones are only counted"
             )
-            metrics.say_once(f"scrub {fault}", message, key.hex(), self._ssd.path, fault)
+            metrics.warn_once(f"scrub {fault}", message, key.hex(), self._ssd.path, fault)
         if above is not None:
             self._writer.discard(b"".join(reversed(path)))
 

@@ -37,7 +37,7 @@ from kvstore.transfer.commit_queue import CommitQueue
 logger = logging.getLogger(__name__)
 
 
-class OwnedSsd:
+class StoreWriter:
     """The index of a store and all changes of it.
 
     Invariants:
@@ -94,7 +94,7 @@ class OwnedSsd:
         self.queued_parent = pending.get
         self.note_use = retention.note_use
         self.store = admission.store
-        self.unstick = retention.unpin
+        self.unpin = retention.unpin
 
     def _rebuild(self, records: Records) -> None:
         """Rebuild the index from the records. Blocks without a parent are deleted and counted."""
@@ -102,7 +102,7 @@ class OwnedSsd:
         sequence = records.sequence
         plausible = sequence < np.uint64(PLAUSIBLE_SEQUENCE)
         newest = int(sequence.max(initial=0, where=plausible))
-        self._context.sequence = max(self._context.sequence, newest)
+        self._context.tick = max(self._context.tick, newest)
         if orphans:
             logger.warning("%d blocks in %s had no parent: deleted", len(orphans), self.ssd.path)
             self._context.metrics.dropped_blocks["orphan"] += len(orphans)
@@ -119,7 +119,7 @@ class OwnedSsd:
                 position = self.index.match(path)
                 if position.depth <= number:
                     return 0
-                segment = self.index.settle(position)
+                segment = self.index.split_at(position)
                 if not force and self.index.is_pinned(segment):
                     return 0
                 keys = self.index.remove_from(Position(segment, segment.blocks - 1, number))

@@ -13,7 +13,7 @@ from kvstore.codec import codec_for
 from kvstore.codec.arrays import check_plain
 from kvstore.errors import CapacityError, ConfigError, brief
 from kvstore.frame.format import Frames
-from kvstore.frame.geometry import Wave
+from kvstore.frame.geometry import PartBatch
 from kvstore.layout import LayerGroup
 
 
@@ -111,15 +111,15 @@ class DeviceTier:
         page: int,
         entries: Mapping[str, NDArray[np.uint8]],
         block: int,
-        wave: Wave | None = None,
+        batch: PartBatch | None = None,
     ) -> None:
-        """Copy a page to block ``block`` of host ``entries``: the layers of ``wave``, or all."""
+        """Copy a page to block ``block`` of host ``entries``: the layers of ``batch``, or all."""
         for group in self._format.layout.global_groups:
             count = self._format.entries[group.name]
             target = entries[group.name][:, block * count : (block + 1) * count]
             rows = self.tensors[group.name][page]
-            if wave is not None:
-                rows = rows[[at for at, n in enumerate(group.layers) if n in wave.layers]]
+            if batch is not None:
+                rows = rows[[at for at, n in enumerate(group.layers) if n in batch.layers]]
             target[...] = rows.cpu().numpy()
 
     def _indices(self, given: object) -> torch.Tensor:

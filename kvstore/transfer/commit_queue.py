@@ -33,7 +33,7 @@ class QueuedBlock(Generic[T]):
     parent: BlockKey
     number: int
     frame: bytearray
-    ticket: T
+    request: T
     """State shared by the blocks of one request."""
 
 

@@ -88,7 +88,7 @@ class _Call(Generic[T]):
             self.wait()
 
 
-def unharmed(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+def uninterrupted(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Return the result of ``work``, which Ctrl-C cannot leave half done.
 
     Signals raise in the main thread alone, so another thread does the work of the main thread. The
@@ -104,7 +104,7 @@ def unharmed(work: Callable[[], T], undo: Callable[[T], object] | None = None) -
     except BaseException:
         call.call_off()
         if undo is not None and call.results:
-            unharmed(functools.partial(undo, call.results[0]))
+            uninterrupted(functools.partial(undo, call.results[0]))
         raise
     if call.error is not None:
         raise call.error

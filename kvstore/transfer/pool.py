@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import uninterrupted
 
 
 class ParallelTask:
@@ -122,7 +122,7 @@ class ThreadPool:
             while self._started < wanted:
                 self._started += 1
                 name = f"{self._name}-{self._started}"
-                unharmed(threading.Thread(target=self._serve, name=name, daemon=True).start)
+                uninterrupted(threading.Thread(target=self._serve, name=name, daemon=True).start)
             self._waiting.extend([task] * wanted)
             self._changed.notify(wanted)
 

@@ -37,8 +37,8 @@ from tests.stores import (
     assert_entries,
     entries_of,
     open_cache,
-    owned,
     tokens_of,
+    writer_of,
 )
 
 OTHER = Namespace(model="test", tenant="b", adapter="lora")
@@ -207,7 +207,7 @@ def test_pins_lives_and_the_order_of_use_are_kept(tmp_path: Path) -> None:
 
     def evicted(store: Path) -> list[bytes]:
         with open_cache(store) as cache:
-            side = owned(cache)
+            side = writer_of(cache)
             order: list[bytes] = []
             while keys := side.index.evict(1, 0.0):
                 order += keys
@@ -608,4 +608,4 @@ def test_the_golden_archive_is_read_for_ever(tmp_path: Path) -> None:
             with cache.lookup(np.append(tokens, np.uint32(0))) as match:
                 found = cache.read(match)
                 assert_entries(WINDOWED, found, tokens, len(tokens))
-        assert len(owned(cache).retention.pinned) > 0
+        assert len(writer_of(cache).retention.pinned) > 0

@@ -28,9 +28,9 @@ from tests.stores import (
     assert_entries,
     entries_of,
     open_cache,
-    owned,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 
@@ -97,7 +97,7 @@ def test_the_tier_evicts_the_same_blocks_by_itself(tmp_path: Path) -> None:
     upkeep.evict(tmp_path / "a", str(before // 2))
     gone = 160 - admin.store_stats(tmp_path / "a")["blocks"]
     with open_cache(tmp_path / "b") as cache:
-        owned(cache).eviction.evict(gone)
+        writer_of(cache).eviction.evict(gone)
     assert hits(tmp_path / "a", range(8)) == hits(tmp_path / "b", range(8))
 
 

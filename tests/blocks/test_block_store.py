@@ -708,7 +708,7 @@ def test_many_threads_on_the_same_keys_never_see_a_wrong_byte(tmp_path: Path) ->
 
 def test_a_put_that_may_not_wait_is_refused_while_the_queue_is_full(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", ssd_bytes="1MiB") as store:
-        owned = tree(store).owned
+        owned = tree(store).writer
         assert owned is not None
         with owned.changing:  # the writer waits in its commit
             keys = [f"k{n}" for n in range(300)]

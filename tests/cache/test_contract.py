@@ -27,9 +27,9 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 
@@ -368,7 +368,7 @@ def test_probe_leaves_no_trace(tmp_path: Path) -> None:
         before = cache.stats()
         assert cache.probe(tokens).hit_tokens == 2 * BLOCK
         assert cache.stats() == before
-        assert not any(segment.pins for segment in owned(cache).index)
+        assert not any(segment.pins for segment in writer_of(cache).index)
 
 
 def test_a_lookup_that_never_loads_leaves_nothing_pinned_after_its_lease(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_a_lookup_that_never_loads_leaves_nothing_pinned_after_its_lease(tmp_pat
     with open_cache(tmp_path / "s", clock=clock) as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
         cache.flush()
-        index = owned(cache).index
+        index = writer_of(cache).index
         for _ in range(5):
             cache.lookup(tokens)
         assert sum(segment.pins for segment in index) == 5
@@ -490,9 +490,9 @@ def test_many_threads_storing_and_reading_the_same_prefixes_agree(tmp_path: Path
             thread.join()
         assert failures == []
         cache.flush()
-        index = owned(cache).index
+        index = writer_of(cache).index
         assert index.blocks == tier_of(cache).block_count
-        assert owned(cache).pending == {}
+        assert writer_of(cache).pending == {}
         assert not any(segment.pins for segment in index)
         assert cache.stats()["counters"]["corrupt_blocks"]["total"] == 0
 
@@ -597,9 +597,9 @@ def test_unpinning_a_shorter_prefix_leaves_the_longer_one_pinned(tmp_path: Path)
         cache.store(tokens, entries_of(DENSE, tokens), pin=True)
         cache.flush()
         cache.unpin(tokens[: 3 * BLOCK])
-        assert len(owned(cache).retention.pinned) == 1
+        assert len(writer_of(cache).retention.pinned) == 1
         cache.unpin(tokens)
-        assert len(owned(cache).retention.pinned) == 0
+        assert len(writer_of(cache).retention.pinned) == 0
 
 
 def test_a_pinned_prefix_outlives_eviction_and_restart_until_it_is_unpinned(tmp_path: Path) -> None:

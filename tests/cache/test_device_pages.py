@@ -12,7 +12,7 @@ import torch
 from kvstore import ConfigError, Layout, PinnedPages
 from kvstore.codec import codec_for
 from kvstore.frame.format import FrameFormat
-from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, owned, paged, tokens_of
+from tests.stores import BLOCK, DENSE, WINDOWED, entries_of, open_cache, paged, tokens_of, writer_of
 
 LAYOUTS = pytest.mark.parametrize("layout", [DENSE, WINDOWED], ids=["dense", "windowed"])
 
@@ -162,8 +162,8 @@ def test_device_pages_serve_a_read_when_the_disk_lost_the_blocks(tmp_path: Path)
         cache.flush()
         with cache.lookup(tokens) as match:
             cache.load(match).release()
-        index = owned(cache).index
-        owned(cache).removal.delete(index.evict(5))
+        index = writer_of(cache).index
+        writer_of(cache).removal.delete(index.evict(5))
         with cache.lookup(tokens) as match:
             assert match.residency == {"device": 5 * BLOCK, "ssd": 0}
             found = cache.read(match)

@@ -37,9 +37,9 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     paged,
     tokens_of,
+    writer_of,
 )
 from tests.streams import Stream
 
@@ -314,7 +314,7 @@ def test_nothing_is_loaded_behind_a_bad_block_that_a_reader_cannot_remove(
 
 def damage(cache: PrefixCache, key: Any) -> None:
     """Flip a bit of a stored payload."""
-    ssd = owned(cache).ssd
+    ssd = writer_of(cache).ssd
     with ssd._env.begin(write=True) as txn:
         frame = bytearray(txn.get(key, db=ssd._pay) or b"")
         frame[-1] ^= 1
@@ -333,11 +333,11 @@ def test_a_load_pins_what_it_reads(tmp_path: Path, hold_jobs: Gate) -> None:
         with cache.lookup(tokens) as match:
             job = cache.load(match, engine.pages)
         assert not job.done
-        assert owned(cache).index.evict(4) == [], "the match was left; the job's own pin stays"
+        assert writer_of(cache).index.evict(4) == [], "the match was left; the job's own pin stays"
         hold_jobs()
         assert job.wait()
         assert job.loaded_tokens == 4 * BLOCK
-        assert len(owned(cache).index.evict(4)) == 4
+        assert len(writer_of(cache).index.evict(4)) == 4
 
 
 def test_layers_are_ready_one_after_the_other(
@@ -393,7 +393,7 @@ def test_a_cancelled_load_touches_nothing_afterwards(tmp_path: Path, hold_jobs: 
         assert again.loaded_tokens == 4 * BLOCK
 
 
-@pytest.mark.parametrize("timeout", [None, 60.0], ids=["waves", "one wave"])
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["part_batches", "one batch"])
 def test_a_load_comes_after_what_a_device_has_queued(tmp_path: Path, timeout: float | None) -> None:
     tokens = tokens_of(4 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
@@ -443,7 +443,7 @@ def test_pages_that_stay_anothers_are_not_loaded_into(
             assert (job.loaded_tokens, job.failed_blocks, job.error) == (0, (0, 1, 2), None)
         for found in engine.entries(3 * BLOCK).values():
             assert (found == UNTOUCHED).all()
-        assert len(owned(cache).index.evict(3)) == 3, "no pin is left"
+        assert len(writer_of(cache).index.evict(3)) == 3, "no pin is left"
 
 
 def test_a_save_waits_for_its_event_and_publishes_nothing_before(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_what_is_stored_already_is_not_copied_again(
         assert cache.save(tokens, engine.pages, pin=True).wait()
         assert spans == [(0, 3 * BLOCK), (3 * BLOCK, 4 * BLOCK), (4 * BLOCK, 4 * BLOCK)]
         cache.flush()
-        assert owned(cache).index.evict(4) == [], "a save of known blocks still pins them"
+        assert writer_of(cache).index.evict(4) == [], "a save of known blocks still pins them"
 
 
 def test_a_reader_saves_nothing_and_loads(tmp_path: Path) -> None:
@@ -698,7 +698,9 @@ def test_a_job_that_comes_too_late_is_over_at_once(
     cache.flush()
     match = cache.lookup(tokens)
     cache.close()
-    monkeypatch.setattr(inside(cache), "guard", lambda: None)  # passed before the store was closed
+    monkeypatch.setattr(
+        inside(cache), "check_open", lambda: None
+    )  # passed before the store was closed
     threads = threading.active_count()
     load, save = cache.load(match, engine.pages), cache.save(tokens, engine.pages)
     assert load.done
@@ -766,11 +768,11 @@ def test_pages_that_do_not_fit_are_named(
         match = cache.lookup(tokens)
         with pytest.raises(ValueError, match=message):
             cache.load(match, make(engine))
-        assert len(owned(cache).index.evict(2)) == 0
+        assert len(writer_of(cache).index.evict(2)) == 0
         cache.release("nobody")
         with match:
             pass
-        assert len(owned(cache).index.evict(2)) == 2, "a refused load pins nothing"
+        assert len(writer_of(cache).index.evict(2)) == 2, "a refused load pins nothing"
 
 
 @pytest.mark.parametrize(
@@ -959,7 +961,7 @@ def test_a_request_id_may_be_released_while_its_load_goes_on(
         cache.flush()
         job: Job = cache.load(cache.lookup(tokens, request_id="r"), engine.pages)
         cache.release("r")
-        assert owned(cache).index.evict(2) == []
+        assert writer_of(cache).index.evict(2) == []
         hold_jobs()
         assert job.wait()
         assert job.loaded_tokens == 2 * BLOCK

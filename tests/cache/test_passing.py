@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore import BlockStore, PrefixCache, StoreError
 from kvstore.cli.main import main
 from kvstore.store.failures import RETRY_SECONDS, WRITE_ERRORS_TO_READ_ONLY
-from kvstore.tier.ssd.faults import MEDIUM_ERRORS, passes
+from kvstore.tier.ssd.faults import MEDIUM_ERRORS, is_transient
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
 from tests.stores import (
@@ -29,9 +29,9 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 SLOTS = 512
@@ -58,7 +58,7 @@ def put(cache: PrefixCache, seed: int, count: int = 4) -> tuple[NDArray[np.uint3
     """Store a prompt and wait for its commit; return it, and how many blocks were taken."""
     tokens = tokens_of(count * BLOCK + 1, seed)
     cache.store(tokens[:-1], entries_of(DENSE, tokens[:-1]), wait=30)
-    owned(cache).queue.drain()
+    writer_of(cache).queue.drain()
     return tokens, cache.probe(tokens).hit_tokens // BLOCK
 
 
@@ -235,7 +235,11 @@ def test_verify_and_the_scrub_call_nothing_bad_that_they_could_not_read(
         put(cache, 1)
         shared = inside(cache)
         scrub = Scrubber(
-            shared.context, owned(cache), shared.format, bytes_per_second=1 << 30, keys_root=None
+            shared.context,
+            writer_of(cache),
+            shared.format,
+            bytes_per_second=1 << 30,
+            keys_root=None,
         )
         scrub._direct = None
         scrub.step()
@@ -273,25 +277,25 @@ def test_writing_goes_on_by_itself_unless_the_file_is_damaged(
             for seed in range(WRITE_ERRORS_TO_READ_ONLY):
                 assert put(cache, seed)[1] == 0
             stops = error not in PASSING
-            assert owned(cache).is_read_only == stops
+            assert writer_of(cache).is_read_only == stops
             clock.now += RETRY_SECONDS - 1
-            assert owned(cache).is_read_only == stops
+            assert writer_of(cache).is_read_only == stops
             clock.now += 1
             is_final = isinstance(error, lmdb.Error) and stops
-            assert owned(cache).is_read_only == is_final
+            assert writer_of(cache).is_read_only == is_final
             assert put(cache, 8)[1] == 0  # one commit more, and it rests again
-            assert owned(cache).is_read_only == stops
-            assert bool(owned(cache).alarms) == stops
+            assert writer_of(cache).is_read_only == stops
+            assert bool(writer_of(cache).alarms) == stops
         assert sum(record.levelno == logging.ERROR for record in caplog.records) == stops
         clock.now += RETRY_SECONDS
         assert put(cache, 9)[1] == (0 if is_final else 4)
-        assert owned(cache).is_read_only == is_final
-        assert bool(owned(cache).alarms) == is_final
+        assert writer_of(cache).is_read_only == is_final
+        assert bool(writer_of(cache).alarms) == is_final
         assert ("work again" in caplog.text) == (stops and not is_final)
 
 
 def test_what_passes_and_what_does_not() -> None:
-    assert all(passes(error) for error in PASSING)
+    assert all(is_transient(error) for error in PASSING)
     others = [
         *DAMAGE,
         lmdb.MapFullError("full"),
@@ -299,7 +303,7 @@ def test_what_passes_and_what_does_not() -> None:
         lmdb.DiskError("x"),
     ]
     assert not any(
-        passes(error) for error in [*others, OSError(errno.EROFS, "ro"), ValueError("x")]
+        is_transient(error) for error in [*others, OSError(errno.EROFS, "ro"), ValueError("x")]
     )
 
 

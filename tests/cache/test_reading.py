@@ -43,9 +43,9 @@ def by_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every layer a wave of its own."""
-    monkeypatch.setattr("kvstore.frame.geometry.WAVE_BYTES", 1)
-    monkeypatch.setattr("kvstore.frame.geometry.WAVE_BLOCK_BYTES", 1)
+    """Make every layer a batch of its own."""
+    monkeypatch.setattr("kvstore.frame.geometry.PART_BATCH_BYTES", 1)
+    monkeypatch.setattr("kvstore.frame.geometry.PART_BATCH_BLOCK_BYTES", 1)
 
 
 def kept(cache: PrefixCache, layout: Layout = DENSE, blocks: int = BLOCKS) -> Any:
@@ -227,7 +227,7 @@ def test_layers_come_one_after_the_other_and_all_of_them(
     pages = pages_of(layout, BLOCKS)
     with open_cache(tmp_path / "s", layout, read_threads=threads) as cache:
         tokens = kept(cache, layout)
-        assert len(inside(cache).format.waves(BLOCKS)) == 3
+        assert len(inside(cache).format.part_batches(BLOCKS)) == 3
         job = cache.load(cache.lookup(tokens), into=pages, start=start)
         for group in layout.global_groups:
             assert all(job.wait_group(group.name, layer, SOON) for layer in group.layers)
@@ -251,7 +251,7 @@ def test_the_first_layer_is_ready_before_the_last_is_read(
     read = SsdTier.read
     with open_cache(tmp_path / "s") as cache:
         tokens = kept(cache)
-        last = inside(cache).format.waves(BLOCKS)[-1]
+        last = inside(cache).format.part_batches(BLOCKS)[-1]
 
         def late(self: SsdTier, *args: Any, bounds: Any = None, **named: Any) -> ReadResult:
             assert bounds != last.bounds or opened.wait(SOON)
@@ -299,7 +299,7 @@ def test_layers_of_device_pages_come_alike(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s", device_bytes="1MiB") as cache:
         tokens = kept(cache)
         cache.load(cache.probe(tokens)).release()
-        owned = inside(cache).owned
+        owned = inside(cache).writer
         assert owned is not None
         owned.evict_to(0)
         match = cache.lookup(tokens)

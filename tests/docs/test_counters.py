@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.cli.main import main
-from kvstore.store.context import _WHY as DROP_REASONS
+from kvstore.store.context import DROP_REASONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "counters.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([\w.]+)` \| ([PBC ]+) \|", PAGE, re.MULTILINE)

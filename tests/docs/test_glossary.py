@@ -10,30 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 TERMS, _, UNUSED = GLOSSARY.read_text(encoding="utf-8").partition("\n## Do not use\n")
-REMAINING = frozenset(
-    {
-        "hangs on",
-        "hang on",
-        "packed at rest",
-        "errand",
-        "crew",
-        "`Hold`",
-        "settle",
-        "settled",
-        "stick",
-        "unstick",
-        "piece",
-        "pieces",
-        "wave",
-        "waves",
-        "whoever",
-        "knows what each byte",
-        "`OwnedSsd`",
-        "`say_once`",
-        "`next_sequence`",
-    }
-)
-"""Spellings that are still somewhere. It may only shrink."""
 
 
 def cells(text: str) -> list[str]:
@@ -67,11 +43,7 @@ def test_a_spelling_that_is_not_used_is_nowhere(spelling: str) -> None:
         for name, text in TEXTS.items()
         for match in search.finditer(text)
     ]
-    assert bool(found) == (spelling in REMAINING), found or "take it out of REMAINING"
-
-
-def test_what_remains_is_in_the_table() -> None:
-    assert set(cells(UNUSED)) >= REMAINING
+    assert found == []
 
 
 def test_each_term_is_defined_once() -> None:

@@ -23,7 +23,7 @@ from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.store.metrics import error_bucket
 from kvstore.tier.ssd.records import Record
-from tests.stores import BLOCK, DENSE, NAMESPACE, owned, tokens_of
+from tests.stores import BLOCK, DENSE, NAMESPACE, tokens_of, writer_of
 
 FORMATS = {"k": "nvfp4", "v": "mxfp4"}
 GROUPS = ("k", "v")
@@ -155,7 +155,7 @@ def test_above_the_budget_a_block_is_lossless(tmp_path: Path) -> None:
         for error in errors:
             histogram[error_bucket(error)] = histogram.get(error_bucket(error), 0) + 1
         assert counters["block_errors"] == histogram
-        records = {r.number: r for _, r in owned(cache).ssd.records()}
+        records = {r.number: r for _, r in writer_of(cache).ssd.records()}
         for n, error in enumerate(errors):
             assert records[n].is_packed == (n != 2)
             assert records[n].error == pytest.approx(error, rel=2e-3)  # float16
@@ -206,7 +206,7 @@ def test_a_damaged_block_of_either_form_shortens_the_hit(tmp_path: Path, is_pack
     with open_packed(path, block_tokens=size) as cache:
         store(cache, tokens, entries)
         cache.flush()
-        record = owned(cache).ssd.record(cache.probe(tokens).prefix.key(1))
+        record = writer_of(cache).ssd.record(cache.probe(tokens).prefix.key(1))
         assert record is not None
         assert record.page > 0
         assert record.is_packed == is_packed

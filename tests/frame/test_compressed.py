@@ -30,7 +30,7 @@ from kvstore.frame.format import FrameFormat, Frames
 from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.store.integrity import frame_fault
-from tests.stores import DENSE, NAMESPACE, owned, tokens_of
+from tests.stores import DENSE, NAMESPACE, tokens_of, writer_of
 
 BLOCK = 64
 """Tokens of a block here: 48 KiB of numbers, so that there are pages to save."""
@@ -436,7 +436,7 @@ def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
             assert_same(dict(cache.read(match)), entries)
         counters = cache.stats()["counters"]
         assert (counters["compressed_blocks"], counters["packed_blocks"]) == (4, 0)
-        records = {r.number: r for _, r in owned(cache).ssd.records()}
+        records = {r.number: r for _, r in writer_of(cache).ssd.records()}
         assert {n for n, r in records.items() if not r.is_compressed} == {1, 4}
         assert records[0].frame_bytes < 0.75 * records[1].frame_bytes
     with open_compressed(tmp_path / "s", device_bytes="1MiB") as cache:  # after a restart
@@ -456,7 +456,7 @@ def test_a_damaged_block_shortens_the_hit(tmp_path: Path) -> None:
     with open_compressed(path) as cache:
         cache.store(tokens[:-1], numbers())
         cache.flush()
-        record = owned(cache).ssd.record(cache.probe(tokens).prefix.key(3))
+        record = writer_of(cache).ssd.record(cache.probe(tokens).prefix.key(3))
         assert record is not None
         assert record.is_compressed
     with (path / "data.mdb").open("r+b") as file:
@@ -625,7 +625,7 @@ def test_a_bad_frame_in_a_run_ends_it(tmp_path: Path, monkeypatch: pytest.Monkey
     with open_compressed(tmp_path / "s", ssd_formats="fp8") as cache:
         cache.store(tokens[:-1], entries)
         cache.flush()
-        record = owned(cache).ssd.record(cache.probe(tokens).prefix.key(4))
+        record = writer_of(cache).ssd.record(cache.probe(tokens).prefix.key(4))
         assert record is not None
         assert record.is_packed
         with cache.lookup(tokens) as match:

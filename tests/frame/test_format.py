@@ -633,38 +633,38 @@ def test_other_hashes_ids_and_formats_are_not_taken(tmp_path: Path) -> None:
 def test_waves_together_are_the_whole_and_each_is_read_alone(
     tmp_path: Path, layout: Layout, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of other waves are neither read nor missed: they may be damaged."""
-    monkeypatch.setattr("kvstore.frame.geometry.WAVE_BLOCK_BYTES", 1)
+    """Bytes of other part_batches are neither read nor missed: they may be damaged."""
+    monkeypatch.setattr("kvstore.frame.geometry.PART_BATCH_BLOCK_BYTES", 1)
     frames = FrameFormat(layout, block_tokens)
     path, entries, tokens = chain_of_frames(frames, tmp_path)
-    waves = frames.waves(1 << 30)
-    assert len(waves) == frames.part_count > 1
-    assert [layer for wave in waves for layer in wave.layers] == list(frames.whole.layers)
-    assert frames.waves(0) == (frames.whole,)
+    part_batches = frames.part_batches(1 << 30)
+    assert len(part_batches) == frames.part_count > 1
+    assert [layer for batch in part_batches for layer in batch.layers] == list(frames.whole.layers)
+    assert frames.part_batches(0) == (frames.whole,)
     data = path.read_bytes()
-    for wave in waves:
+    for batch in part_batches:
         other = bytearray(data)
         for number in range(6):
             at = 3 + number * (frames.frame_bytes + 3)
             for place in range(at + frames.payload_offset, at + frames.frame_bytes):
-                if not wave.bounds[0] <= place - at < wave.bounds[1]:
+                if not batch.bounds[0] <= place - at < batch.bounds[1]:
                     other[place] ^= 0x55
         path.write_bytes(other)
-        room = frames.empty(6, wave)
-        reader = frames.reader(frames.entries_target(room, wave))
+        room = frames.empty(6, batch)
+        reader = frames.reader(frames.entries_target(room, batch))
         assert reader is not None
         offsets = 3 + np.arange(6, dtype=np.int64) * (frames.frame_bytes + 3)
         with path.open("rb") as file:
             assert reader.read(file.fileno(), offsets, b"".join(CHAIN), tokens, 0) == 6
-        again = frames.empty(6, wave)
+        again = frames.empty(6, batch)
         for number in range(6):
             frame = memoryview(other)[offsets[number] : offsets[number] + frames.frame_bytes]
-            assert frames.scatter(frame, frames.entries_target(again, wave), number) is None
+            assert frames.scatter(frame, frames.entries_target(again, batch), number) is None
         for group in frames.layout.global_groups:
-            rows = [at for at, layer in enumerate(group.layers) if layer in wave.layers]
+            rows = [at for at, layer in enumerate(group.layers) if layer in batch.layers]
             np.testing.assert_array_equal(room[group.name], entries[group.name][rows])
             np.testing.assert_array_equal(again[group.name], entries[group.name][rows])
-        for place in {wave.bounds[0], wave.bounds[1] - 1}:
+        for place in {batch.bounds[0], batch.bounds[1] - 1}:
             bad = bytearray(other)
             bad[offsets[4] + place] ^= 1
             path.write_bytes(bad)

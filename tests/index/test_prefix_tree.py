@@ -163,7 +163,7 @@ class Fuzzer:
         assert position.depth == self.oracle.depth(path, -NEVER)
         if position.depth < start:  # the parent is missing: a cache drops the whole store
             return
-        segment = self.index.settle(position)
+        segment = self.index.split_at(position)
         self.index.touch(segment, self.tick)
         self.oracle.use(cut(path)[: position.depth], self.tick)
         self.tick += 1  # the new blocks' own: a segment grows only below blocks of the same store
@@ -189,7 +189,7 @@ class Fuzzer:
         path = job.path[: stop * KEY_BYTES]
         add = self.random.choice([self.index.extend, self.index.extend, self.index.insert])
         segment = add(
-            self.index.settle(position),
+            self.index.split_at(position),
             path[position.depth * KEY_BYTES :],
             now=job.tick,
             namespace_id=job.namespace_id,
@@ -207,7 +207,7 @@ class Fuzzer:
         assert position.depth == self.oracle.depth(path, self.now)
         if not position.depth:
             return
-        segment = self.index.settle(position)
+        segment = self.index.split_at(position)
         assert segment.stop == position.depth
         keys = cut(path)[: position.depth]
         assert segment.keys[-KEY_BYTES:] == keys[-1]
@@ -235,7 +235,7 @@ class Fuzzer:
         position = self.index.match(path)
         if position.depth:
             expires = self.expiry()
-            changed = self.index.renew(self.index.settle(position), expires)
+            changed = self.index.renew(self.index.split_at(position), expires)
             wanted = set()
             for key in cut(path)[: position.depth]:
                 if self.oracle.blocks[key].expires < expires:
@@ -269,7 +269,7 @@ class Fuzzer:
         if self.random.random() < 0.5:  # everything deeper than a place inside a segment
             kept = position.depth
         else:  # the last block as well, as a cache does with a block that cannot be read
-            segment = self.index.settle(position)
+            segment = self.index.split_at(position)
             position = Position(segment, segment.blocks - 1, position.depth - 1)
             kept = position.depth
         doomed = {k for k, b in self.oracle.blocks.items() if b.parent == keys[kept - 1]}
@@ -369,7 +369,7 @@ def put(index: PrefixIndex, symbols: list[int], now: int) -> Segment:
     """Store and use a path, as one request does."""
     path = path_of(symbols)
     position = index.match(path)
-    segment = index.settle(position)
+    segment = index.split_at(position)
     index.touch(segment, now)
     if position.depth == len(symbols):
         return segment
@@ -378,7 +378,7 @@ def put(index: PrefixIndex, symbols: list[int], now: int) -> Segment:
 
 
 def use(index: PrefixIndex, symbols: list[int], now: int) -> Segment:
-    segment = index.settle(index.match(path_of(symbols)))
+    segment = index.split_at(index.match(path_of(symbols)))
     index.touch(segment, now)
     return segment
 
@@ -509,7 +509,7 @@ def test_a_renewed_path_outlives_its_first_expiry() -> None:
     index, _ = make_index()
     root = index.match(b"").segment
     segment = index.insert(root, path_of([1, 2, 3]), now=1, namespace_id=1, expires=10.0)
-    upper = index.settle(index.match(path_of([1, 2])))
+    upper = index.split_at(index.match(path_of([1, 2])))
     assert index.renew(upper, 20.0) == [upper]
     assert index.renew(upper, 5.0) == []
     assert index.evict(0, 10.0) == [cut(path_of([1, 2, 3]))[2]]
@@ -536,7 +536,7 @@ def test_a_removed_middle_takes_everything_below_it_on_every_branch() -> None:
     put(index, [1, 2, 3, 4], 1)
     put(index, [1, 2, 3, 5, 6], 2)
     put(index, [1, 7], 3)
-    segment = index.settle(index.match(path_of([1, 2])))
+    segment = index.split_at(index.match(path_of([1, 2])))
     removed = index.remove_from(Position(segment, segment.blocks - 1, 1))
     assert len(removed) == 5
     assert removed[4] == cut(path_of([1, 2]))[1], "a parent left before its children"
@@ -713,7 +713,7 @@ def test_any_policy_keeps_an_index_whole_through_everything_a_tier_does(
         symbols = [draw.randrange(3) for _ in range(draw.randint(1, 9))]
         path = path_of(symbols)
         position = index.match(path)
-        segment = index.settle(position)
+        segment = index.split_at(position)
         if position.depth:
             index.touch(segment, 3 * now)
         expires = draw.choice([NEVER, NEVER, 3.0 * now + 60])
@@ -721,10 +721,10 @@ def test_any_policy_keeps_an_index_whole_through_everything_a_tier_does(
             here = index.match(path)
             fresh = path[here.depth * KEY_BYTES : stop * KEY_BYTES]
             if fresh:
-                parent, made = index.settle(here), 3 * now + 1
+                parent, made = index.split_at(here), 3 * now + 1
                 index.extend(parent, fresh, now=made, namespace_id=now % 3, expires=expires)
         if draw.random() < 0.2:
-            index.pin(segment := index.settle(index.match(path)))
+            index.pin(segment := index.split_at(index.match(path)))
             pinned.append(segment)
         if pinned and draw.random() < 0.2:
             segment = pinned.pop(draw.randrange(len(pinned)))

@@ -72,7 +72,7 @@ def drive_index(paths: Sequence[Sequence[int]], policy: Policy[Any], capacity: i
         for i in range(len(symbols)):
             names[path[i * KEY_BYTES : (i + 1) * KEY_BYTES]] = tuple(symbols[: i + 1])
         position = index.match(path)
-        segment = index.settle(position)
+        segment = index.split_at(position)
         if position.depth:
             now += 1
             index.touch(segment, now)

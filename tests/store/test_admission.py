@@ -18,8 +18,8 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     tokens_of,
+    writer_of,
 )
 
 CAP = 9 << 19
@@ -40,7 +40,7 @@ def hit(cache: PrefixCache, tokens: NDArray[np.uint32]) -> int:
 
 
 def room(cache: PrefixCache) -> int:
-    ssd = owned(cache).ssd
+    ssd = writer_of(cache).ssd
     return ssd.high_bytes // ssd.block_bytes
 
 
@@ -122,7 +122,7 @@ def test_a_chain_of_parents_is_bounded_and_blocks_apart_are_not(
     with BlockStore.open(
         tmp_path / "s", block_bytes=size, ssd_bytes="2MiB", request_share=0.1
     ) as store:
-        side = inside(store).owned
+        side = inside(store).writer
         assert side is not None
         most = int(side.ssd.high_bytes // side.ssd.block_bytes * 0.1)
         assert 1 < most < count

@@ -22,7 +22,7 @@ from tests.builders import path_of
 from tests.simulate.support import Prefix, grown_paths
 from tests.simulate.test_policies import drive_tree
 from tests.store.test_quota import hit, put, tenant
-from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, owned, tokens_of
+from tests.stores import BLOCK, DENSE, assert_entries, entries_of, open_cache, tokens_of, writer_of
 
 
 class Failing(Lru[Segment]):
@@ -100,7 +100,7 @@ def assert_sound(cache: PrefixCache, stored: list[Any]) -> None:
             assert_entries(DENSE, cache.read(match), tokens, expected)
             assert match.hit_tokens == expected
     assert hit(cache, stored[-1]) == len(stored[-1]) // BLOCK - 1
-    side = owned(cache)
+    side = writer_of(cache)
     assert side.index.blocks == side.ssd.block_count
     assert side.ssd.live_bytes <= side.ssd.high_bytes
     counters = cache.stats()["counters"]
@@ -182,7 +182,7 @@ def test_nothing_to_name_is_no_fault_where_nothing_may_go() -> None:
 def test_a_quota_is_kept_though_the_policy_cannot_be_made_anew(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s", policy=Failing("fresh")) as cache:
         theirs = put(cache.scope(tenant("other")), 0, 20)
-        size = owned(cache).ssd.block_bytes
+        size = writer_of(cache).ssd.block_bytes
         mine = cache.scope(tenant("me"), ssd_quota=30 * size)
         prompts = [put(mine, seed, 10) for seed in range(1, 6)]
         assert hit(mine, prompts[-1]) == 10
@@ -194,7 +194,7 @@ def test_one_that_fails_while_it_evicts_for_a_quota_takes_from_nobody_else(tmp_p
     with open_cache(tmp_path / "s", policy=Failing("victim")) as cache:
         other = cache.scope(tenant("other"))
         theirs = put(other, 0, 20)
-        size = owned(cache).ssd.block_bytes
+        size = writer_of(cache).ssd.block_bytes
         mine = cache.scope(tenant("me"), ssd_quota=30 * size)
         prompts = [put(mine, seed, 10) for seed in range(1, 9)]
         assert hit(mine, prompts[-1]) == 10
@@ -248,7 +248,7 @@ def test_event_by_event_a_store_does_what_the_simulator_says(
     hits: list[int] = []
     evicted: list[list[Hashable]] = []
     with open_cache(tmp_path / "s", policy=name) as cache:
-        index = owned(cache).index
+        index = writer_of(cache).index
         remove = index.evict
 
         def recorded(blocks: int, *arguments: Any) -> list[BlockKey]:

@@ -83,8 +83,8 @@ def test_each_topic_is_said_once_and_topics_do_not_silence_each_other(
     metrics = Metrics()
     with caplog.at_level(logging.WARNING, "kvstore.store.metrics"):
         for _ in range(3):
-            metrics.say_once("header", "block %d is bad", 7)
-            metrics.say_once("io", "cannot read %s", "x")
-        Metrics().say_once("header", "block %d is bad", 8)
+            metrics.warn_once("header", "block %d is bad", 7)
+            metrics.warn_once("io", "cannot read %s", "x")
+        Metrics().warn_once("header", "block %d is bad", 8)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["block 7 is bad", "cannot read x", "block 8 is bad"]

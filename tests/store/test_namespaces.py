@@ -24,7 +24,7 @@ from kvstore.store import generations
 from kvstore.store.namespaces import LAST_NUMBER, namespace_facts
 from kvstore.tier.ssd.tier import SsdTier
 from tests.builders import Clock
-from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, owned, tier_of, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, inside, open_cache, tier_of, tokens_of, writer_of
 
 BLOCK_BYTES = 8192
 """Bytes of a block of ``DENSE`` in the file."""
@@ -47,7 +47,7 @@ def hit(scope: Scope, tokens: NDArray[np.uint32]) -> int:
 
 def names(cache: PrefixCache) -> set[int]:
     """Numbers of the namespaces named on the medium, checked against its records."""
-    ssd = owned(cache).ssd
+    ssd = writer_of(cache).ssd
     found = set(namespace_facts(ssd))
     assert {record.namespace_id for _, record in ssd.records()} <= found
     return found
@@ -59,10 +59,14 @@ def tenants(cache: PrefixCache) -> list[str]:
 
 def in_memory(cache: PrefixCache) -> int:
     """Entries of all state in memory that is kept by namespace."""
-    spaces = owned(cache).namespaces
+    spaces = writer_of(cache).namespaces
     parts: list[Any] = [value for value in vars(spaces).values() if hasattr(value, "__len__")]
     shared = inside(cache)
-    parts += [owned(cache).ssd.usage, owned(cache).ssd.emptied, owned(cache).index._apart]
+    parts += [
+        writer_of(cache).ssd.usage,
+        writer_of(cache).ssd.emptied,
+        writer_of(cache).index._apart,
+    ]
     parts += [shared.lookups._by_request, shared.generations._newest, shared.leases._lent]
     return sum(len(part) for part in parts)
 
@@ -133,7 +137,7 @@ def test_generations_of_one_namespace_go_with_their_blocks(
         cache.flush()
         blocks = cache.stats()["tiers"]["ssd"]["blocks"]
         assert len(names(cache)) == blocks < 100
-        assert len(owned(cache).ssd.facts("generation:")) == 1
+        assert len(writer_of(cache).ssd.facts("generation:")) == 1
         assert generation == cache.namespace.generation
 
 
@@ -148,7 +152,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(names(cache)) == 1
         assert hit(cache, pinned) == cache.stats()["tiers"]["ssd"]["blocks"]
         before = in_memory(cache)
-        owned(cache).failures.stopped_until = math.inf
+        writer_of(cache).failures.stopped_until = math.inf
         for number in range(300, 400):
             put(cache.scope(tenant(number)), number + 1)
         assert in_memory(cache) == before
@@ -156,7 +160,7 @@ def test_tenants_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_blocks_with_keys_of_their_callers_come_and_go_too(tmp_path: Path) -> None:
     with BlockStore.open(tmp_path / "s", block_bytes=3000, ssd_bytes="1MiB") as store:
-        side = inside(store).owned
+        side = inside(store).writer
         assert side is not None
         for _ in range(3):
             assert store.put([b"k"], [bytes(3000)]) == [True]
@@ -184,21 +188,21 @@ def test_a_namespace_goes_with_its_last_block_whatever_took_it(tmp_path: Path, w
         if way == "clear":
             assert leaves.clear() == 3
         elif way == "evict":
-            owned(cache).evict_to(owned(cache).ssd.live_bytes - 3 * BLOCK_BYTES)
+            writer_of(cache).evict_to(writer_of(cache).ssd.live_bytes - 3 * BLOCK_BYTES)
         elif way == "expire":
             clock.now += 100
-            owned(cache).evict_to(owned(cache).ssd.live_bytes - 1)
+            writer_of(cache).evict_to(writer_of(cache).ssd.live_bytes - 1)
         elif way == "bad":
-            ssd, key = owned(cache).ssd, leaves.probe(tokens).prefix.key(0)
+            ssd, key = writer_of(cache).ssd, leaves.probe(tokens).prefix.key(0)
             with ssd._env.begin(write=True) as txn:
                 txn.delete(key, db=ssd._pay)
             ssd.amend([key], page=0)
             assert leaves.read(leaves.lookup(tokens)).tokens == 0
         elif way == "delete below":
-            assert owned(cache).discard(leaves.probe(tokens).prefix.path[:16]) == 3
+            assert writer_of(cache).discard(leaves.probe(tokens).prefix.path[:16]) == 3
         else:
             cache.scope(tenant(2), ssd_quota=0)
-            assert owned(cache).index.namespace_blocks().keys() == {2}
+            assert writer_of(cache).index.namespace_blocks().keys() == {2}
             assert tenants(cache) == ["salt-000002", "salt-000001"]  # for the quota
             return
         assert tenants(cache) == ["salt-000001"]
@@ -229,7 +233,7 @@ def test_a_number_is_not_given_out_while_a_failed_delete_names_it(tmp_path: Path
     with open_cache(tmp_path / "s") as cache:
         put(cache.scope(tenant(1)), 1)
         cache.flush()
-        spaces, ssd = owned(cache).namespaces, tier_of(cache)
+        spaces, ssd = writer_of(cache).namespaces, tier_of(cache)
         with ssd.failing("delete", lmdb.DiskError("gone")):
             cache.scope(tenant(1)).clear()
             spaces._last = 0  # all numbers were given out once: from the first again
@@ -252,7 +256,7 @@ def test_a_number_is_not_given_out_while_a_queued_block_names_it(
     monkeypatch.setattr("kvstore.transfer.commit_queue.LINGER_SECONDS", 60.0)
     with open_cache(tmp_path / "s") as cache:
         first = put(cache.scope(tenant(1)), 1)
-        owned(cache).namespaces._last = 0
+        writer_of(cache).namespaces._last = 0
         second = put(cache.scope(tenant(2)), 2)
         cache.flush()
         assert names(cache) == {1, 2}
@@ -265,11 +269,11 @@ def test_a_number_that_only_records_have_is_not_given_out(tmp_path: Path) -> Non
     with open_cache(path) as cache:
         put(cache.scope(tenant(1)), 1)
         cache.flush()
-        owned(cache).ssd.set_facts({"namespace:1": None})
+        writer_of(cache).ssd.set_facts({"namespace:1": None})
     with open_cache(path) as cache:
         put(cache.scope(tenant(2)), 2)
         cache.flush()
-        assert set(namespace_facts(owned(cache).ssd)) == {2}
+        assert set(namespace_facts(writer_of(cache).ssd)) == {2}
         assert cache.scope(tenant(2)).clear() == 1
 
 
@@ -279,10 +283,10 @@ def test_numbers_go_round_and_a_damaged_one_breaks_nothing(tmp_path: Path, name:
     with open_cache(path) as cache:
         put(cache.scope(tenant(1)), 1)
         cache.flush()
-        fact = owned(cache).ssd.fact("namespace:1")
-        owned(cache).ssd.set_facts({f"namespace:{name}": fact})
+        fact = writer_of(cache).ssd.fact("namespace:1")
+        writer_of(cache).ssd.set_facts({f"namespace:{name}": fact})
     with open_cache(path) as cache:
-        owned(cache).namespaces._last = LAST_NUMBER
+        writer_of(cache).namespaces._last = LAST_NUMBER
         tokens = put(cache.scope(tenant(2)), 2)
         cache.flush()
         assert hit(cache.scope(tenant(2)), tokens) == 1
@@ -295,11 +299,11 @@ def test_the_order_of_a_quota_is_not_that_of_a_later_namespace(tmp_path: Path) -
         scope = cache.scope(tenant(1), ssd_quota=4 * BLOCK_BYTES)
         put(scope, 1, 8)
         cache.flush()
-        assert owned(cache).index._apart.keys() == {1}
+        assert writer_of(cache).index._apart.keys() == {1}
         scope.bump_generation()
         put(scope, 2, 8)
         cache.flush()
-        assert owned(cache).index._apart.keys() == names(cache) == {2}
+        assert writer_of(cache).index._apart.keys() == names(cache) == {2}
 
 
 # ---- killed at any moment ------------------------------------------------------------------------
@@ -342,7 +346,7 @@ def test_after_a_kill_at_any_moment_every_block_is_named_and_nothing_else(
     assert len(taken) > 30
     for copy in taken:
         with open_cache(copy, ssd_bytes="1MiB") as cache:
-            used = {record.namespace_id for _, record in owned(cache).ssd.records()}
+            used = {record.namespace_id for _, record in writer_of(cache).ssd.records()}
             quota = {s["id"] for s in cache.stats()["namespaces"] if s["quota"] is not None}
             assert used <= names(cache) <= used | quota
             assert quota, "a quota that was recorded"
@@ -354,8 +358,8 @@ def test_a_store_full_of_names_from_before_is_swept_at_its_opening(tmp_path: Pat
     with open_cache(path) as cache:
         tokens = put(cache, 1)
         cache.flush()
-        fact = json.loads(owned(cache).ssd.fact("namespace:1") or b"")
-        owned(cache).ssd.set_facts(
+        fact = json.loads(writer_of(cache).ssd.fact("namespace:1") or b"")
+        writer_of(cache).ssd.set_facts(
             {
                 f"namespace:{n}": json.dumps(
                     {**fact, "root": f"{n:064x}", "tenant": f"{n}"}
@@ -363,10 +367,10 @@ def test_a_store_full_of_names_from_before_is_swept_at_its_opening(tmp_path: Pat
                 for n in range(2, 3000)
             }
         )
-        full = owned(cache).ssd.live_bytes
+        full = writer_of(cache).ssd.live_bytes
     with open_cache(path) as cache:
         assert names(cache) == {1}
-        assert owned(cache).ssd.live_bytes < full / 10
+        assert writer_of(cache).ssd.live_bytes < full / 10
         assert hit(cache, tokens) == 1
 
 
@@ -392,14 +396,14 @@ def test_threads_that_come_and_go_under_many_names_lose_none(tmp_path: Path) -> 
             thread.join()
         cache.flush()
         assert not errors
-        used = {record.namespace_id for _, record in owned(cache).ssd.records()}
+        used = {record.namespace_id for _, record in writer_of(cache).ssd.records()}
         assert names(cache) == used
         spaces = cache.stats()["namespaces"]
         assert len({space["root"] for space in spaces}) == len(spaces) == len(used)
-        assert owned(cache).ssd.usage == {
+        assert writer_of(cache).ssd.usage == {
             space["id"]: space["blocks"] * BLOCK_BYTES for space in spaces
         }
-        assert not owned(cache).namespaces._references
+        assert not writer_of(cache).namespaces._references
 
 
 # ---- generations ---------------------------------------------------------------------------------
@@ -419,7 +423,7 @@ def test_a_recorded_generation_outlives_the_last_block_and_keeps_old_weights_out
     export_store(path, tmp_path / "old.tar", (), nothing)
     with open_cache(path) as cache:
         assert cache.bump_generation() == 1
-        owned(cache).evict_to(0)
+        writer_of(cache).evict_to(0)
         assert tenants(cache) == []
     import_store(tmp_path / "old.tar", path, "8MiB", nothing)
     with open_cache(path) as cache:
@@ -442,7 +446,7 @@ def test_lines_with_a_recorded_generation_are_bounded_and_the_last_one_says_so(
             full.bump_generation()
         assert full.namespace.generation == 0
         assert cache.scope(tenant(3)).bump_generation() == 2
-        assert len(owned(cache).ssd.facts("generation:")) == 16
+        assert len(writer_of(cache).ssd.facts("generation:")) == 16
     with open_cache(path) as cache:
         assert cache.scope(tenant(3)).namespace.generation == 2
 
@@ -456,7 +460,7 @@ def test_the_last_generations_of_all_end_in_a_sentence(tmp_path: Path, given: in
         with pytest.raises(ConfigError, match=f"generation is {given}.*no later one is recorded"):
             cache.bump_generation()
         assert hit(cache, tokens) == 1
-        assert owned(cache).ssd.facts("generation:") == {}
+        assert writer_of(cache).ssd.facts("generation:") == {}
 
 
 def altered(file: Path, **fields: Any) -> None:
@@ -523,16 +527,16 @@ def test_a_sequence_of_the_far_future_takes_no_other_there(tmp_path: Path, seque
     with open_cache(path, ssd_bytes="1MiB") as cache:
         tokens = put(cache, 1)
         cache.flush()
-        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], sequence=sequence)
+        writer_of(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], sequence=sequence)
     for first in (100, 300):
         with open_cache(path, ssd_bytes="1MiB") as cache:
             prompts = [put(cache, seed) for seed in range(first, first + 200)]
             cache.flush()
-            ssd = owned(cache).ssd
+            ssd = writer_of(cache).ssd
             assert max(record.sequence for _, record in ssd.records_after(b"", 999)) <= max(
                 sequence, 2000
             )
-            assert inside(cache).context.sequence < 2000
+            assert inside(cache).context.tick < 2000
             with ssd._using(), ssd._begin() as txn:
                 rows = txn.stat(ssd._age)["entries"]
             assert rows <= ssd.block_count + 1
@@ -544,14 +548,14 @@ def test_a_size_that_no_frame_has_costs_a_namespace_none_of_its_quota(tmp_path: 
     with open_cache(path, ssd_quota=8 * BLOCK_BYTES) as cache:
         tokens = put(cache, 1, 4)
         cache.flush()
-        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(3)], frame_bytes=2**32 - 1)
+        writer_of(cache).ssd.amend([cache.probe(tokens).prefix.key(3)], frame_bytes=2**32 - 1)
     with open_cache(path) as cache:
         more = put(cache, 2, 4)
         cache.flush()
         assert (hit(cache, tokens), hit(cache, more)) == (4, 4)
         assert cache.stats()["namespaces"][0]["bytes"] == 8 * BLOCK_BYTES
-        owned(cache).evict_to(0)
-        assert owned(cache).ssd.usage == {}
+        writer_of(cache).evict_to(0)
+        assert writer_of(cache).ssd.usage == {}
 
 
 @pytest.mark.parametrize("expires", [math.nan, math.inf, -math.inf, -1.0, 1e308])
@@ -560,7 +564,7 @@ def test_an_expiry_that_is_no_time_is_never_or_long_ago(tmp_path: Path, expires:
     with open_cache(path) as cache:
         tokens = put(cache, 1)
         cache.flush()
-        owned(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], expires=expires)
+        writer_of(cache).ssd.amend([cache.probe(tokens).prefix.key(0)], expires=expires)
     export_store(path, tmp_path / "a.tar", (), nothing)
     import_store(tmp_path / "a.tar", tmp_path / "t", "8MiB", nothing)
     for store in (path, tmp_path / "t"):

@@ -52,10 +52,10 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     paged,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 
@@ -223,10 +223,10 @@ def test_a_pin_of_queued_blocks_holds_once_they_are_stored(
         cache.store(tokens, entries_of(DENSE, tokens), pin=True)
         held_writer.set()
         cache.flush()
-        owned(cache).eviction.evict(100)
+        writer_of(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
     with open_cache(tmp_path / "s") as cache:
-        owned(cache).eviction.evict(100)
+        writer_of(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
 
 
@@ -260,10 +260,10 @@ def test_a_pin_ends_where_it_did_also_after_a_restart(tmp_path: Path) -> None:
         cache.store(tokens[: 4 * BLOCK], entries_of(DENSE, tokens[: 4 * BLOCK]), pin=True)
         cache.lookup([*tokens, 0])
     with open_cache(tmp_path / "s") as cache:
-        owned(cache).eviction.evict(100)
+        writer_of(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 4 * BLOCK
         cache.unpin(tokens[: 4 * BLOCK])
-        owned(cache).eviction.evict(100)
+        writer_of(cache).eviction.evict(100)
         assert cache.probe([*tokens, 0]).hit_tokens == 0
 
 
@@ -272,7 +272,7 @@ def test_a_block_stored_again_while_it_is_removed_is_not_lost(
 ) -> None:
     with open_cache(tmp_path / "s") as cache:
         tokens = kept(cache)
-        side = owned(cache)
+        side = writer_of(cache)
         delete = side.removal.delete
         threads = []
 
@@ -364,7 +364,7 @@ def test_pages_that_are_read_cannot_become_another_prefix(
     with open_cache(tmp_path / "s", device_bytes=4 * BLOCK * 768) as cache:
         tokens, other = kept(cache), kept(cache, seed=1)
         cache.load(cache.probe(tokens)).release()
-        owned(cache).discard(cache.probe(tokens).prefix.path[:KEY_BYTES])
+        writer_of(cache).discard(cache.probe(tokens).prefix.path[:KEY_BYTES])
         match = cache.probe(tokens)
         assert match.residency == {"device": 4 * BLOCK, "ssd": 0}
         tier = paged(cache).tier
@@ -500,7 +500,7 @@ def test_any_number_of_seconds_may_be_waited(
     tmp_path: Path, held_writer: threading.Event, wait: float
 ) -> None:
     with open_cache(tmp_path / "s") as cache:
-        writer = owned(cache).queue
+        writer = writer_of(cache).queue
         writer._queue_blocks = 1
         tokens = tokens_of(33)
         threading.Timer(0.2, held_writer.set).start()
@@ -912,7 +912,7 @@ def test_a_medium_that_fails_is_an_error_of_ours_in_every_method(
 
 def test_a_store_that_comes_while_the_writer_closes_is_dropped_and_counted(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s") as cache:
-        owned(cache).queue.close()
+        writer_of(cache).queue.close()
         tokens = tokens_of(33)
         stored = cache.store(tokens, entries_of(DENSE, tokens))
         assert (stored.end, stored.dropped) == (0, 4)

@@ -20,7 +20,7 @@ from kvstore.cache.scope import Scope
 from kvstore.cli.main import main
 from kvstore.tier.ssd.capacity import usage_of
 from tests.frame.test_at_rest import numbers, open_packed
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tier_of, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tier_of, tokens_of, writer_of
 
 BLOCK_BYTES = 8192
 """Bytes of a block of ``DENSE`` in the file: 6,144 bytes of entries and a head."""
@@ -44,7 +44,7 @@ def put(scope: Scope, seed: int, count: int, **options: Any) -> NDArray[np.uint3
 
 def held(cache: PrefixCache) -> dict[str, tuple[int, int, int | None]]:
     """Blocks, bytes and quota by tenant, checked against the records."""
-    side = owned(cache)
+    side = writer_of(cache)
     usage = usage_of(record for _, record in side.ssd.records())
     assert side.ssd.usage == usage
     found: dict[str, tuple[int, int, int | None]] = {}
@@ -309,7 +309,7 @@ def test_deletes_that_fail_are_counted_as_used_until_they_succeed(tmp_path: Path
 
         with tier_of(cache).failing("delete", FAULT):
             put(scope, 2, 4)
-        assert owned(cache).ssd.usage == {1: blocks(10)}
+        assert writer_of(cache).ssd.usage == {1: blocks(10)}
         again = put(scope, 1, 6)  # comes back over what was not deleted
         assert hit(scope, again) == 6
         assert held(cache)["me"][1] <= blocks(10)
@@ -320,7 +320,7 @@ def test_a_damaged_quota_on_the_medium_is_none(tmp_path: Path, value: str) -> No
     path = tmp_path / "s"
     with open_cache(path, ssd_quota=blocks(9)) as cache:
         put(cache, 1, 1)
-        ssd = owned(cache).ssd
+        ssd = writer_of(cache).ssd
         fact = json.loads(ssd.fact("namespace:1") or b"")
         text = json.dumps({**fact, "quota": None}).replace("null}", value + "}")
         ssd.set_fact("namespace:1", text.encode())
@@ -408,7 +408,7 @@ def test_bytes_by_namespace_recount_after_every_step_with_frames_of_two_sizes(
             cache.close()
             cache = open_packed(path, ssd_bytes="1MiB", error_budget=0.5)
             scopes = {n: cache.scope(tenant(n)) for n in names}
-        side = owned(cache)
+        side = writer_of(cache)
         records = [record for _, record in side.ssd.records()]
         sizes |= {record.frame_bytes for record in records}
         assert +side.ssd.usage == usage_of(records)

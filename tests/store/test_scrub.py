@@ -28,9 +28,9 @@ from tests.stores import (
     entries_of,
     inside,
     open_cache,
-    owned,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 FRAME = FrameFormat(DENSE, BLOCK).frame_bytes
@@ -63,7 +63,7 @@ def scrubber(cache: Any, clock: Clock | None = None, rate: int = 1000, **options
     clock = clock or Clock()
     shared = inside(cache)
     return Scrubber(
-        *(shared.context, owned(cache), shared.format),
+        *(shared.context, writer_of(cache), shared.format),
         bytes_per_second=rate,
         keys_root=shared._keys_root,
         clock=clock,
@@ -131,7 +131,7 @@ def test_a_bad_block_goes_with_what_hangs_on_it_counted_and_said_once(
         one_pass(walk)
         stats = cache.stats()
         assert stats["counters"]["corrupt_blocks"] == {"checksum": 2, "total": 2}
-        assert stats["tiers"]["ssd"]["blocks"] == 24 - 4 - 2 == owned(cache).index.blocks
+        assert stats["tiers"]["ssd"]["blocks"] == 24 - 4 - 2 == writer_of(cache).index.blocks
         assert sum("the scrub removes it" in record.message for record in caplog.records) == 1
         for seed, blocks in ((0, 6), (1, 2), (2, 4), (3, 6)):
             tokens = tokens_of(6 * BLOCK + 1, seed)
@@ -227,9 +227,9 @@ def test_keyed_blocks_are_scrubbed_too(tmp_path: Path) -> None:
         store.put(keys, [bytes([i]) * 5000 for i in range(10)], [None, *keys[:-1]])
         store.flush()
         clock, shared = Clock(), inside(store)
-        assert shared.owned is not None
+        assert shared.writer is not None
         walk = Scrubber(
-            *(shared.context, shared.owned, shared.format),
+            *(shared.context, shared.writer, shared.format),
             bytes_per_second=1,
             keys_root=keys_root(None),
             clock=clock,

@@ -542,10 +542,10 @@ def test_a_scrub_checks_keys_of_callers_against_the_secret(tmp_path: Path, is_ri
         store.put(["k"], [bytes(SIZE)])
         store.flush()
         shared = inside(store)
-        assert shared.owned is not None
+        assert shared.writer is not None
         scrubber = Scrubber(
             shared.context,
-            shared.owned,
+            shared.writer,
             shared.format,
             bytes_per_second=1 << 30,
             keys_root=keys_root(secret_of(path) if is_right else None),

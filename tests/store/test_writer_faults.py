@@ -26,9 +26,9 @@ from tests.stores import (
     assert_entries,
     entries_of,
     open_cache,
-    owned,
     tier_of,
     tokens_of,
+    writer_of,
 )
 
 COUNT = 12 * BLOCK + 1
@@ -176,7 +176,7 @@ def test_three_failed_commits_make_the_tier_read_only_and_the_engine_goes_on(
         for seed in range(1, 4):
             lost = tokens_of(BLOCK + 1, seed)
             cache.store(lost, entries_of(DENSE, lost))
-            owned(cache).queue.drain()
+            writer_of(cache).queue.drain()
             assert cache.lookup(lost).hit_tokens == 0
         assert failing == []
         more = tokens_of(BLOCK, 9)
@@ -195,7 +195,7 @@ def test_a_failed_commit_never_leaves_a_child_without_its_parent(tmp_path: Path)
         tier_of(cache).fail("put", OSError(errno.EIO, "I/O error"))
         cache.store(tokens, entries_of(DENSE, tokens), wait=30)
         cache.flush()
-        index = owned(cache).index
+        index = writer_of(cache).index
         assert index.blocks == tier_of(cache).block_count == 0
         assert cache.stats()["counters"]["dropped_blocks"]["no_parent"] > 0
 
@@ -242,7 +242,7 @@ def test_a_failed_delete_is_not_forgotten_for_a_store_that_fails_too(tmp_path: P
             ssd.fail("put", OSError(errno.EIO, "I/O error"))
             again = tokens[: 3 * BLOCK]
             cache.store(again, entries_of(DENSE, again))
-            owned(cache).queue.drain()
+            writer_of(cache).queue.drain()
         cache.clear()
         assert ssd.block_count == 0
 
@@ -436,12 +436,12 @@ def test_a_map_without_room_for_uses_fails_no_flush(tmp_path: Path) -> None:
     tokens = tokens_of(4 * BLOCK + 1)
     with open_cache(tmp_path / "s") as cache:
         cache.store(tokens, entries_of(DENSE, tokens))
-        owned(cache).queue.drain()
+        writer_of(cache).queue.drain()
         cache.lookup(tokens)
         failing = tier_of(cache).fail("put", lmdb.MapFullError("full"))
         cache.flush()
         assert failing == []
-        assert owned(cache).retention.uses, "uses wait for the next commit"
+        assert writer_of(cache).retention.uses, "uses wait for the next commit"
         assert cache.stats()["counters"]["write_errors"] == 0
 
 
@@ -455,7 +455,7 @@ def test_a_reader_that_is_stuck_neither_empties_the_store_nor_ends_writing(tmp_p
         for seed in range(1, 11):
             tokens = tokens_of(BLOCK + 1, seed)
             cache.store(tokens, entries_of(DENSE, tokens))
-            owned(cache).queue.drain()
+            writer_of(cache).queue.drain()
         stats = cache.stats()
         assert not stats["tiers"]["ssd"]["is_read_only"]
         assert stats["counters"]["dropped_blocks"]["write_error"] == 10

@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import PrefixCache, StoreError
 from kvstore.store.commit import FULL_RETRIES, RETRY_EVICTION_BLOCKS
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, owned, tier_of, tokens_of
+from tests.stores import BLOCK, DENSE, entries_of, open_cache, tier_of, tokens_of, writer_of
 
 PROMPT = 4 * BLOCK
 
@@ -26,7 +26,7 @@ def keep(cache: PrefixCache, seed: int) -> int:
     """Store a prompt of four blocks and wait for its commit; return how many tokens are a hit."""
     tokens = tokens_of(PROMPT + 1, seed)
     cache.store(tokens, entries_of(DENSE, tokens))
-    owned(cache).queue.drain()
+    writer_of(cache).queue.drain()
     return cache.probe(tokens).hit_tokens
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import KVStoreError
-from tests.stores import open_cache, owned, tier_of
+from tests.stores import open_cache, tier_of, writer_of
 from tests.torture import preload
 from tests.torture.kills import take
 from tests.torture.prompts import (
@@ -166,7 +166,7 @@ def failing_medium(case: Case) -> list[Finding]:
         preload.fail(operation, errno.EIO, skip=rng.randrange(6), count=preload.FOR_EVER)
         for prompt in known[6:] * 2:
             store(cache, prompt)
-            owned(cache).queue.drain()
+            writer_of(cache).queue.drain()
         if flush(cache, known, lambda told: None):
             findings.append(Finding("lost", "a flush was acknowledged by a disk that fails"))
         stats = cache.stats() if operation == preload.SYNC else None

@@ -35,7 +35,7 @@ from kvstore.cache.scope import Scope
 from kvstore.store.namespaces import namespace_facts
 from kvstore.tier.ssd.capacity import usage_of
 from tests.builders import Clock
-from tests.stores import BLOCK, WINDOWED, entries_of, inside, open_cache, owned, tier_of
+from tests.stores import BLOCK, WINDOWED, entries_of, inside, open_cache, tier_of, writer_of
 from tests.torture.runner import Case, Finding, Kind
 
 CAPACITY = 1 << 20
@@ -193,7 +193,7 @@ class CacheModel:
             ]
             for group in WINDOWED.global_groups
         }
-        writer = owned(self.cache).queue
+        writer = writer_of(self.cache).queue
         room, writer._queue_blocks = writer._queue_blocks, 0 if is_full else writer._queue_blocks
         try:
             stored = scope.store(
@@ -222,7 +222,7 @@ class CacheModel:
         """Store and flush a prompt: it is a hit unless blocks were dropped or a write failed."""
         self.store(prompt)
         before = self._losses()
-        if not self.flush() or owned(self.cache).is_read_only or self._failing:
+        if not self.flush() or writer_of(self.cache).is_read_only or self._failing:
             return
         found = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
         if self._losses() == before:
@@ -343,7 +343,7 @@ class CacheModel:
             self.cache.flush()
         except StoreError:
             # A medium that failed has said so; one that did not must not.
-            assert owned(self.cache).failures.count, "a flush failed on a sound medium"
+            assert writer_of(self.cache).failures.count, "a flush failed on a sound medium"
             return False
         return True
 
@@ -354,7 +354,7 @@ class CacheModel:
         self._failing.clear()
         self.flush()
         before = self.resident()
-        back = set(map(bytes, owned(self.cache).removal.undeleted))  # a delete failed
+        back = set(map(bytes, writer_of(self.cache).removal.undeleted))  # a delete failed
         self.cache.close()
         self._open()
         self.windows.clear()
@@ -419,13 +419,18 @@ class CacheModel:
 
     def resident(self) -> set[bytes]:
         """Return the keys in the index."""
-        return {bytes(key) for segment in owned(self.cache).index for key in segment.block_keys()}
+        return {
+            bytes(key) for segment in writer_of(self.cache).index for key in segment.block_keys()
+        }
 
     def check_accounts(self) -> None:
         """Recount everything."""
         shared = inside(self.cache)
-        index = owned(self.cache).index
-        with owned(self.cache).changing, shared.context.lock:  # no commit pins parents meanwhile
+        index = writer_of(self.cache).index
+        with (
+            writer_of(self.cache).changing,
+            shared.context.lock,
+        ):  # no commit pins parents meanwhile
             assert index.blocks == sum(segment.blocks for segment in index)
             assert index.segments == sum(1 for _ in index)
             for segment in index:
@@ -448,7 +453,7 @@ class CacheModel:
 
     def check_usage(self) -> None:
         """The bytes of each namespace are those of its records, and no more than its quota."""
-        side = owned(self.cache)
+        side = writer_of(self.cache)
         with side.changing:
             usage = usage_of(record for _, record in side.ssd.records())
             assert +side.ssd.usage == usage == side.ssd.usage, "bytes by namespace do not recount"

@@ -78,7 +78,7 @@ class _File:
         whole = bytes(self.cache[start:stop])
         self.pending.append(Event(event.kind, event.inode, start, whole))
 
-    def settle(self, keep: _Keep | None) -> None:
+    def split_at(self, keep: _Keep | None) -> None:
         """Write the pending calls to disk: all of them, or those that ``keep`` chooses."""
         for event in self.pending:
             if event.kind == RESIZED:
@@ -161,7 +161,7 @@ class Disk:
             self._change(new, (old,), {new: self._inode[new]})
         elif event.kind in (SYNCED, SYNC_FAILED):
             keep = None if event.kind == SYNCED else _Keep(self._rng)
-            self._file(event.inode).settle(keep)
+            self._file(event.inode).split_at(keep)
             if event.kind == SYNCED:
                 self._sync_names(event.inode)
         else:
@@ -194,7 +194,7 @@ class Disk:
         """Write the disk after a cut to ``to``."""
         keep = _Keep(self._rng)
         for file in self._files.values():
-            file.settle(keep)
+            file.split_at(keep)
         names = _Keep(self._rng)
         for _, gone, come in self._renames:
             if names.whole():

@@ -15,7 +15,7 @@ import pytest
 from kvstore.store import opening, registry
 from kvstore.tier.ssd.owner_lock import owner_pid
 from kvstore.tier.ssd.tier import SsdTier
-from kvstore.transfer.interrupts import unharmed
+from kvstore.transfer.interrupts import uninterrupted
 from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
 
 TOKENS = tokens_of(4 * BLOCK + 1)
@@ -49,7 +49,7 @@ def test_work_that_has_begun_ends_and_is_undone_before_ctrl_c_is_raised() -> Non
 
     keyboard = press(begun)
     with pytest.raises(KeyboardInterrupt):
-        unharmed(work, undone.append)
+        uninterrupted(work, undone.append)
     assert undone == ["made"]
 
 
@@ -71,7 +71,7 @@ def test_a_second_ctrl_c_leaves_and_the_work_goes_on() -> None:
 
     threading.Thread(target=repeat).start()
     with pytest.raises(KeyboardInterrupt):
-        unharmed(work)
+        uninterrupted(work)
     second.join()
     assert not done.is_set()
     go_on.set()
@@ -83,11 +83,11 @@ def test_errors_and_results_come_through_from_every_thread() -> None:
         raise LookupError("mine")
 
     found: list[Any] = []
-    threading.Thread(target=lambda: found.append(unharmed(threading.get_ident))).start()
+    threading.Thread(target=lambda: found.append(uninterrupted(threading.get_ident))).start()
     with pytest.raises(LookupError, match="mine"):
-        unharmed(fail)
-    assert unharmed(lambda: 7) == 7
-    assert unharmed(threading.get_ident) != threading.get_ident()
+        uninterrupted(fail)
+    assert uninterrupted(lambda: 7) == 7
+    assert uninterrupted(threading.get_ident) != threading.get_ident()
     while not found:
         time.sleep(0.001)
 
@@ -132,7 +132,7 @@ def test_a_scope_keeps_the_opening_of_its_cache(tmp_path: Path) -> None:
         other.store(TOKENS, entries_of(DENSE, TOKENS))
         other.flush()
     assert scope.lookup(TOKENS).hit_tokens == 4 * BLOCK
-    registry.unshare(scope._holding)
+    registry.unshare(scope._share)
     assert not registry.is_open_here(tmp_path / "s")
 
 

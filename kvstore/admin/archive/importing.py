@@ -101,7 +101,7 @@ class _Import:
     def __init__(self, manifest: Manifest, store: OpenStore, index: KeyedIndex) -> None:
         self._manifest = manifest
         self._store = store
-        self._writer = store.owner("imports")
+        self._writer = store.require_writer("imports")
         self._index = index
         self._run: _Run | None = None
         self._seen: dict[BlockKey, _Seen] = {}
@@ -230,8 +230,8 @@ class _Import:
                 return
             path = self._path(key, BlockHash(b""))  # it is stored, and so are its ancestors
             assert path is not None
-            segment = self._index.settle(self._index.match(path))
-            tick = context.next_sequence()
+            segment = self._index.split_at(self._index.match(path))
+            tick = context.next_tick()
             self._index.touch(segment, tick)
             self._writer.note_use(key, tick)
 

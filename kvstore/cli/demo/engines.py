@@ -88,7 +88,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, tokens: list[int]) -> Logits:
-        """Run a prompt in one piece, without any cache; return the last logits ``[vocab]``."""
+        """Compute a prompt in one forward pass, without a cache; return the last logits ``[vocab]``."""
         ...
 
     def open(self, path: Path) -> kvstore.PrefixCache:

@@ -25,7 +25,7 @@ from kvstore.cli.demo.prompt import prompt
 from kvstore.cli.demo.report import STAGES, Report
 
 UNCHUNKED_BELOW_SECONDS = 5.0
-"""Longest cold run that is repeated in one piece: a repetition costs as much."""
+"""Longest cold run that is repeated without chunks: a repetition costs as much."""
 
 
 def demonstrate(engine: Engine, text: str | None, store: Path, say: Say) -> Report:

@@ -50,7 +50,7 @@ class Report:
     """The same after a replay. A replay is an approximation by design: no error if not 0."""
     unchunked_ttft_s: float | None
     unchunked_logit_diff: float | None
-    """The cold run against one in one piece: the effect of chunking alone."""
+    """Differences between the cold run in chunks and one without chunks."""
     continuation: str
     """The text of the second process, empty if the model has no text."""
 

@@ -32,14 +32,14 @@ def is_map_full(error: BaseException) -> bool:
     return isinstance(error, lmdb.MapFullError)
 
 
-def passes(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether an error is transient: the same call may succeed later, and nothing is bad."""
     return isinstance(error, _TRANSIENT) or code_of(error) in _TRANSIENT_CODES
 
 
 def remedy(error: BaseException) -> str:
     """Return the advice for a reader that an error kept from reading."""
-    if passes(error):
+    if is_transient(error):
         return "try again when readers, memory or descriptors are free again"
     return "its owner repairs it at its next open"
 

@@ -39,7 +39,14 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 from kvstore.tier.ssd import btree, capacity, files, owner_lock
 from kvstore.tier.ssd.capacity import PAGE_BYTES, PAGE_HEADER_BYTES, pages_of
 from kvstore.tier.ssd.database import allocate, environment, try_open
-from kvstore.tier.ssd.faults import DAMAGE, MEDIUM_ERRORS, NO_ROOM, code_of, is_map_full, passes
+from kvstore.tier.ssd.faults import (
+    DAMAGE,
+    MEDIUM_ERRORS,
+    NO_ROOM,
+    code_of,
+    is_map_full,
+    is_transient,
+)
 from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records, location_of
 from kvstore.tier.ssd.values import BUSY, Put, ReadResult, SsdOptions, TakeMany
 
@@ -263,7 +270,7 @@ class SsdTier:
                 if result.fault is not None:
                     return replace(result, frame_bytes=size)
         except MEDIUM_ERRORS as error:
-            return ReadResult(done, BUSY if passes(error) else "io", size)
+            return ReadResult(done, BUSY if is_transient(error) else "io", size)
         return ReadResult(done, None, size)
 
     def will_need(self, keys: Sequence[BlockKey], bounds: tuple[int, int] | None = None) -> None:

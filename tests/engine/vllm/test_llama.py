@@ -24,7 +24,7 @@ from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import Put
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
-from tests.stores import inside, owned
+from tests.stores import inside, writer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -248,7 +248,7 @@ def blocks_of(llm: Any, ids: list[int]) -> tuple[SsdTier, list[BlockKey]]:
     """The SSD tier of the worker's store, and the keys of a prompt's blocks."""
     store = connectors(llm)[1]._stores[0]
     prefix = store.probe(ids).prefix
-    return owned(store).ssd, [prefix.key(number) for number in range(len(prefix.hashes))]
+    return writer_of(store).ssd, [prefix.key(number) for number in range(len(prefix.hashes))]
 
 
 def overwrite(ssd: SsdTier, key: BlockKey, frame: bytearray) -> None:

@@ -39,7 +39,7 @@ from kvstore.engine.vllm.messages import WorkerReport
 from kvstore.engine.vllm.scheduler import SchedulerSide
 from kvstore.transfer.job import Job
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, prompt, save_model
-from tests.stores import owned
+from tests.stores import writer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -73,7 +73,7 @@ def test_wishes_of_requests(model: str, tmp_path: Path, caplog: pytest.LogCaptur
         expiries = {}
         for seed in (2, 3, 4):
             prefix = store.probe(prompt(300, seed=seed)).prefix
-            record = owned(store).ssd.record(prefix.key(1))
+            record = writer_of(store).ssd.record(prefix.key(1))
             assert record is not None
             expiries[seed] = record
         assert not expiries[2].expires

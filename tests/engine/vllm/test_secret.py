@@ -13,7 +13,7 @@ require.engine("vllm", "vllm", "tests.engine.vllm.engine")
 
 from kvstore.identity.block import KEY_BYTES, BlockKey
 from tests.engine.vllm.engine import BLOCK, ask, connectors, engine, forget, prompt, save_model
-from tests.stores import owned
+from tests.stores import writer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,7 +53,7 @@ def test_hits_tokens_and_events_with_a_secret_and_without(
         assert ask(llm, PROMPTS) == misses
         forget(llm)
         assert ask(llm, PROMPTS) == hits
-        ssd = owned(worker._stores[0]).ssd
+        ssd = writer_of(worker._stores[0]).ssd
         named = {name for event in events for name in event.block_hashes}
         assert len(named) == sum((length + 7) // BLOCK for length in LENGTHS)
         for name in named:
