@@ -99,8 +99,7 @@ def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         value = globals()[name] = getattr(import_module(_ON_FIRST_USE[name]), name)
         return value
-    msg = f"module 'kvstore' has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

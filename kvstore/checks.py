@@ -33,8 +33,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def flag(value: object, name: str, error: type[Exception] = ValueError) -> bool:
     """Return a bool of Python or NumPy as a bool."""
     if not isinstance(value, bool | np.bool_):
-        msg = f"{name} must be True or False, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be True or False, found {brief(value)}")
     return bool(value)
 
 
@@ -54,8 +53,7 @@ def integer(
         within = f"an integer in [{low}, {high}]"
     else:
         within = "a positive integer" if low == 1 else f"an integer of at least {low}"
-    msg = f"{name} must be {within}, found {brief(value)}"
-    raise error(msg)
+    raise error(f"{name} must be {within}, found {brief(value)}")
 
 
 def number(
@@ -67,8 +65,7 @@ def number(
     except (OverflowError, TypeError, ValueError):  # an int of 400 digits, a complex NumPy number
         found = math.nan
     if math.isnan(found):
-        msg = f"{name} must be {what}, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be {what}, found {brief(value)}")
     return found
 
 
@@ -76,8 +73,7 @@ def positive(value: object, name: str, what: str, error: type[Exception] = Value
     """Return a real number above zero, or infinity, as a float."""
     found = number(value, name, f"positive {what}", error)
     if found <= 0:
-        msg = f"{name} must be positive {what}, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be positive {what}, found {brief(value)}")
     return found
 
 
@@ -88,8 +84,7 @@ def choice(
     if not isinstance(value, str) or value not in known:
         *most, last = map(repr, known)
         expected = f"{', '.join(most)} or {last}" if most else last
-        msg = f"{name} must be {expected}, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be {expected}, found {brief(value)}")
     return value
 
 
@@ -111,17 +106,14 @@ def several(
         except Exception:  # a foreign __iter__ may raise anything
             found = None
     if found is None:
-        msg = f"{name} must be a list of {what}, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be a list of {what}, found {brief(value)}")
     if most is not None and len(found) > most:
-        msg = f"{name} must have at most {most:,} items, found more"
-        raise error(msg)
+        raise error(f"{name} must have at most {most:,} items, found more")
     return found
 
 
 def text(value: object, name: str, error: type[Exception] = ValueError) -> str:
     """Return a text."""
     if not isinstance(value, str):
-        msg = f"{name} must be text, found {brief(value)}"
-        raise error(msg)
+        raise error(f"{name} must be text, found {brief(value)}")
     return value

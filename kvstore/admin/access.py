@@ -63,8 +63,7 @@ def parse_frames(text: str) -> tuple[StoreFormat, Frames]:
     try:
         return form, frames_of(form.layout, form.block_tokens, packing)
     except ConfigError as error:
-        msg = f"the store's VERSION file is damaged: {error}"
-        raise StoreError(msg) from error
+        raise StoreError(f"the store's VERSION file is damaged: {error}") from error
 
 
 def _options(text: str, form: StoreFormat, frame_format: Frames) -> SsdOptions:
@@ -131,8 +130,7 @@ def open_for_writing(
     if format_text is None:
         require_store(path)
     if is_open_here(path):
-        msg = f"{path} is open in this process; close it first"
-        raise StoreBusy(msg)
+        raise StoreBusy(f"{path} is open in this process; close it first")
     if owner_pid(path) is not None:
         raise busy(path)
     text = read_format(path) if format_text is None else format_text

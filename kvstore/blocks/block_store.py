@@ -318,8 +318,7 @@ def _opening(
 def _listener(value: object, name: str) -> Callable[[bytes], object]:
     """Return a function. Raises ``ConfigError`` for a value that cannot be called."""
     if not callable(value):
-        msg = f"{name} must be a function that takes a block_id, found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be a function that takes a block_id, found {brief(value)}")
     return value
 
 
@@ -338,6 +337,5 @@ def _wait(given: object) -> float:
     """Return a wait in seconds. Raises ``ValueError`` for any other value."""
     wait = number(given, "wait", "seconds, 0 or more")
     if wait < 0:
-        msg = f"wait must be seconds, 0 or more, found {brief(given)}"
-        raise ValueError(msg)
+        raise ValueError(f"wait must be seconds, 0 or more, found {brief(given)}")
     return wait

@@ -305,8 +305,7 @@ class KeyedBlocks(OpenStore):
         try:
             self.ssd.visit([key for key, _ in self.ssd.records()], take)
         except MEDIUM_ERRORS as error:
-            msg = f"the store at {self.ssd.path} cannot be read: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"the store at {self.ssd.path} cannot be read: {error}") from error
         return found
 
     # ---- pins and deletion ---------------------------------------------------------------------
@@ -372,8 +371,7 @@ class KeyedBlocks(OpenStore):
         try:
             ssd = self._ssd_sizes()
         except MEDIUM_ERRORS as error:
-            msg = f"the store at {self.ssd.path} cannot be read: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"the store at {self.ssd.path} cannot be read: {error}") from error
         with self.context.lock:
             return {
                 "path": str(self.ssd.path),

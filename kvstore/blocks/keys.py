@@ -73,8 +73,7 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
     elif isinstance(given, bytes):
         data = given
     else:
-        msg = f"a key must be bytes or str, found {type(given).__name__}"
-        raise ValueError(msg)
+        raise ValueError(f"a key must be bytes or str, found {type(given).__name__}")
     if len(data) > key_bytes:
         msg = (
             f"a key has {len(data)} bytes, expected at most {key_bytes}; hash long keys, or open "

@@ -144,8 +144,7 @@ class Chains:
         for image in images:
             given: object = image
             if not isinstance(given, ImageSpan):
-                msg = f"images must be ImageSpan values, found {type(given).__name__}"
-                raise ValueError(msg)
+                raise ValueError(f"images must be ImageSpan values, found {type(given).__name__}")
             if image.stop > count:
                 msg = f"image span [{image.start}, {image.stop}) ends beyond {count} tokens"
                 raise ValueError(msg)
@@ -160,8 +159,7 @@ class Chains:
         blocks under other hashes.
         """
         if not isinstance(match, Match):
-            msg = f"match must come from lookup, found {brief(match)}"
-            raise ValueError(msg)
+            raise ValueError(f"match must come from lookup, found {brief(match)}")
         if match.lookups is not self._shared.lookups:
             msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
             raise ValueError(msg)

@@ -185,16 +185,14 @@ class DeviceCache:
         ids: list[int] = pages.page_ids[: len(prefix.hashes) - first].tolist()
         with self._context.lock:
             if pins.is_released:
-                msg = "these pages were released; allocate new ones"
-                raise ValueError(msg)
+                raise ValueError("these pages were released; allocate new ones")
             stop = first + len(ids)
             present = self.index.match(prefix.head(stop)).depth
             if present < first:
                 return 0
             shared = [page for page in ids[present - first :] if page in pins.private]
             if len(shared) < len(ids) - (present - first):
-                msg = "some of these pages are published already, and hold other blocks"
-                raise ValueError(msg)
+                raise ValueError("some of these pages are published already, and hold other blocks")
             pins.private = [page for page in pins.private if page not in shared]
             self._adopt(prefix, stop - len(shared), shared, NEVER)
             self._pin(prefix, stop, pins)
@@ -233,8 +231,7 @@ class DeviceCache:
     def check(self, pages: object) -> None:
         """Raise ``ValueError`` for anything but pages of this tier."""
         if not isinstance(pages, PinnedPages):
-            msg = f"pages must come from load or device.allocate, found {brief(pages)}"
-            raise ValueError(msg)
+            raise ValueError(f"pages must come from load or device.allocate, found {brief(pages)}")
         if pages.device is not self:
             msg = f"the pages are of another store than {self._reads.path}; load the match from this one"
             raise ValueError(msg)

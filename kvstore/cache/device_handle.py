@@ -49,8 +49,7 @@ class DeviceHandle:
         tier = self._device.tier
         known = {g.name: g for g in tier.layout.global_groups}
         if text(group, "group") not in known:
-            msg = f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}"
-            raise ValueError(msg)
+            raise ValueError(f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}")
         if pages.is_released:
             msg = "these pages were released, and may hold another prefix by now; load the match again"
             raise ValueError(msg)

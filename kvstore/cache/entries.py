@@ -60,8 +60,7 @@ def host_entries(
     groups = {group.name: group for group in layout.global_groups}
     given: object = entries
     if not isinstance(given, Mapping):
-        msg = f"entries must map GLOBAL groups to arrays, found {type(given).__name__}"
-        raise ValueError(msg)
+        raise ValueError(f"entries must map GLOBAL groups to arrays, found {type(given).__name__}")
     missing, unknown = groups.keys() - entries.keys(), entries.keys() - groups.keys()
     if missing or unknown:
         wrong = (

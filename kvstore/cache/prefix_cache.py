@@ -125,8 +125,7 @@ class PrefixCache(Scope, Sharing):
         given = {name: values[name] for name in _CHECKS}
         whose: object = namespace
         if not isinstance(whose, Namespace):
-            msg = f"namespace must be a kvstore.Namespace, found {brief(namespace)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"namespace must be a kvstore.Namespace, found {brief(namespace)}")
         choice(role, "role", ROLES, ConfigError)
         quota = quota_bytes(ssd_quota)
         options = PrefixOptions.of(layout, given)
@@ -274,8 +273,7 @@ def _device(value: object, name: str) -> str:
 def _clock(value: object, name: str) -> Callable[[], float]:
     """Return a clock. Raises ``ConfigError`` if it is no function."""
     if not callable(value):
-        msg = f"{name} must be a function that returns seconds, found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be a function that returns seconds, found {brief(value)}")
     return value
 
 
@@ -286,8 +284,7 @@ def _formats(value: object, name: str) -> Mapping[str, str] | str:
     if not isinstance(value, Mapping) or not all(
         isinstance(part, str) for pair in value.items() for part in pair
     ):
-        msg = f"{name} must be a format or map groups to formats, found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be a format or map groups to formats, found {brief(value)}")
     return dict(value)
 
 
@@ -295,8 +292,7 @@ def _budget(value: object, name: str) -> float:
     """Return an error budget. Raises ``ConfigError`` below 0."""
     budget = number(value, name, "a relative error of at least 0", ConfigError)
     if budget < 0:
-        msg = f"{name} must be a relative error of at least 0, found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be a relative error of at least 0, found {brief(value)}")
     return budget
 
 

@@ -96,8 +96,7 @@ class Scope:
         self._shared.check_open()
         given: object = namespace
         if not isinstance(given, Namespace):
-            msg = f"namespace must be a kvstore.Namespace, found {brief(given)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"namespace must be a kvstore.Namespace, found {brief(given)}")
         scope = Scope(self._shared, namespace, quota_bytes(ssd_quota))
         scope._share = self._share
         return scope
@@ -258,8 +257,7 @@ class Scope:
         self._chains.check(match)
         timeout = _timeout(timeout)
         if into is None and after is not None:
-            msg = "after is for pages of an engine, found no such pages; give into too"
-            raise ValueError(msg)
+            raise ValueError("after is for pages of an engine, found no such pages; give into too")
         if into is None:
             return self._shared.device.load(match, timeout)
         hit = match.hit_tokens
@@ -328,8 +326,7 @@ class Scope:
     def _paged(self, pages: Pages, start: int, stop: int) -> PagedEntries:
         given: object = pages
         if not isinstance(given, Pages):
-            msg = f"pages must be kvstore.Pages, found {brief(given)}"
-            raise ValueError(msg)
+            raise ValueError(f"pages must be kvstore.Pages, found {brief(given)}")
         from kvstore.tier.engine_copy import (
             PagedEntries,
         )  # imports torch, for callers with pages only
@@ -440,12 +437,10 @@ class Scope:
 
     def _pair(self, pair: object) -> tuple[Match, ReplayHook | None]:
         if not isinstance(pair, Sequence) or len(pair) != 2:
-            msg = f"pairs must be (match, hook) pairs, found {brief(pair)}"
-            raise ValueError(msg)
+            raise ValueError(f"pairs must be (match, hook) pairs, found {brief(pair)}")
         match, hook = pair
         if hook is not None and not callable(hook):
-            msg = f"a replay hook must be a function of requests, found {brief(hook)}"
-            raise ValueError(msg)
+            raise ValueError(f"a replay hook must be a function of requests, found {brief(hook)}")
         return self._chains.check(match), hook
 
     # ---- the store -----------------------------------------------------------------------------
@@ -494,11 +489,9 @@ class Scope:
         self._shared.check_open()
         target: object = scope if scope is not None else self
         if not isinstance(target, Scope):
-            msg = f"scope must be a scope of this store, found {brief(target)}"
-            raise ValueError(msg)
+            raise ValueError(f"scope must be a scope of this store, found {brief(target)}")
         if target._shared is not self._shared:  # noqa: SLF001 - a sibling of this class
-            msg = "the scope to clear belongs to another store"
-            raise ValueError(msg)
+            raise ValueError("the scope to clear belongs to another store")
         chains = target._chains  # noqa: SLF001
         chains.follow()
         return self._shared.clear(chains.root)
@@ -531,8 +524,7 @@ def _position(value: object, name: str, unit: int, limit: int) -> int:
     if not 0 <= position <= limit or position % unit:
         what = f"a multiple of {unit}"
         what = f"a block boundary ({what})" if name == "start" else what
-        msg = f"{name} must be {what} within {limit} tokens, found {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"{name} must be {what} within {limit} tokens, found {value!r}")
     return position
 
 

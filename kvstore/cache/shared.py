@@ -157,8 +157,7 @@ class SharedTiers(OpenStore):
             sizes = self._ssd_sizes()
             named = namespace_facts(self.ssd) if self.writer is None else {}
         except MEDIUM_ERRORS as error:
-            msg = f"the store at {self.ssd.path} cannot be read: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"the store at {self.ssd.path} cannot be read: {error}") from error
         tokens, live = sizes["blocks"] * self.block_tokens, sizes["live_bytes"]
         ssd = {**sizes, "tokens": tokens, "bytes_per_token": live / tokens if tokens else None}
         with self.context.lock:

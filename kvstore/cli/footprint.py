@@ -58,8 +58,6 @@ def footprint(
         Store random blocks in a temporary store and measure their size on disk.
     plot
         SVG file for a chart.
-    as_json
-        Print one object instead of tables.
     """
     from kvstore.errors import ConfigError
     from kvstore.footprint import report

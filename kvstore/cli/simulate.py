@@ -56,8 +56,6 @@ def simulate(
         File for the rows as CSV, written atomically.
     html
         File for an HTML page with charts, written atomically. The page needs no network.
-    as_json
-        Print an object, or an array of them for several traces, instead of tables.
     """
     from kvstore.trace.reading import Options
 
@@ -170,13 +168,7 @@ def _spread(simulation: Simulation, jobs: int) -> Iterator[Each | None]:
 
 
 def policies(*, as_json: Json = False) -> int:
-    """List the eviction policies.
-
-    Parameters
-    ----------
-    as_json
-        Print an array instead of a table.
-    """
+    """List the eviction policies."""
     from kvstore.policy.registry import POLICIES
     from kvstore.simulate.optimal import SUMMARY
     from kvstore.simulate.recommendation import OPTIMAL

@@ -140,8 +140,7 @@ class SimulateArguments:
         tokens = self.window_tokens or (sized.window_tokens if sized is not None else 0)
         if not tokens:
             if self.window_ttl is not None or self.window_bytes is not None:
-                msg = "a window pool needs --window-tokens, or a --model with windows"
-                raise ValueError(msg)
+                raise ValueError("a window pool needs --window-tokens, or a --model with windows")
             return None
         budget = None
         if self.window_bytes is not None:

@@ -86,8 +86,7 @@ def inspect(
     from kvstore.admin.inspect import inspect_block, list_blocks
 
     if limit < 1:
-        msg = f"--limit must be at least 1, found {limit}"
-        raise ValueError(msg)
+        raise ValueError(f"--limit must be at least 1, found {limit}")
     if key is None:
         blocks = list_blocks(directory, limit)
         if as_json:

@@ -48,13 +48,7 @@ _DEFAULTS = _Reading()
 
 @trace.command(name="info")
 def trace_info(file: Input, /, *, options: _Reading = _DEFAULTS, as_json: Json = False) -> int:
-    """Print statistics of a trace: size, reuse, and time between uses.
-
-    Parameters
-    ----------
-    as_json
-        Print one object instead of a table.
-    """
+    """Print statistics of a trace: size, reuse, and time between uses."""
     from kvstore.trace.info import info
 
     found = info(options.read(file))

@@ -44,8 +44,7 @@ def options_of(kind: type[T], where: str, given: Mapping[str, Any], weights: str
     types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     check_names(where, given, types)
     if given.get("path", "") == "":
-        msg = f"{where}: 'path' is missing; name a directory on a local disk"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: 'path' is missing; name a directory on a local disk")
     for name, value in given.items():
         check = _CHECKS.get(str(types[name]))
         if check is not None:

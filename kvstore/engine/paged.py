@@ -52,15 +52,13 @@ class Hints:
             raise ConfigError(msg)
         unknown = sorted(str(name) for name in wishes if name not in ("store", "pin", "ttl"))
         if unknown:
-            msg = f"unknown hints {', '.join(unknown)}, expected store, pin or ttl"
-            raise ConfigError(msg)
+            raise ConfigError(f"unknown hints {', '.join(unknown)}, expected store, pin or ttl")
         values: dict[str, Any] = dict(wishes)
         for name in ("store", "pin"):
             flag(values.get(name, False), f"hint {name}", ConfigError)
         ttl = values.get("ttl")
         if ttl is not None and not (is_number(ttl) and 0 < ttl <= sys.float_info.max):
-            msg = f"hint ttl must be positive seconds, found {ttl!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"hint ttl must be positive seconds, found {ttl!r}")
         return cls(**values)
 
 

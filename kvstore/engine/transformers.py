@@ -423,8 +423,7 @@ class TransformersAdapter:
         """
         ids = kvstore.as_tokens(tokens)
         if not len(ids):
-            msg = "a prompt needs at least one token, found none"
-            raise ValueError(msg)
+            raise ValueError("a prompt needs at least one token, found none")
         if self._model.dtype != self._dtype:
             msg = (
                 f"the model was cast to {self._model.dtype} since its cache was opened for "
@@ -456,8 +455,7 @@ class TransformersAdapter:
     def generate(self, tokens: Tokens, count: int, *, reuse: bool = True) -> Generated:
         """Compute a prompt, continue it by ``count`` tokens, and store the computed entries."""
         if count < 1:
-            msg = f"count must be at least 1, found {count}"
-            raise ValueError(msg)
+            raise ValueError(f"count must be at least 1, found {count}")
         ids = kvstore.as_tokens(tokens)
         prefilled = self.prefill(ids, reuse=reuse)
         rows = [prefilled.logits]

@@ -46,8 +46,7 @@ class Places:
     def segments(self, block: int) -> NDArray[np.int64]:
         """Return the table of one block. Raises ``ValueError`` if there is no such block."""
         if not 0 <= block < self.blocks:
-            msg = f"there is room for {self.blocks} blocks, found number {block}"
-            raise ValueError(msg)
+            raise ValueError(f"there is room for {self.blocks} blocks, found number {block}")
         table = self.table.copy()
         table[:, _ADDRESS] += self.steps[block] if self.is_shifted else block * self.steps
         return table

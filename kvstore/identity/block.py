@@ -42,5 +42,4 @@ class ImageSpan:
         object.__setattr__(self, "start", start)  # a narrow NumPy integer would overflow
         object.__setattr__(self, "stop", stop)
         if not isinstance(self.digest, bytes) or not self.digest:
-            msg = f"an image digest must be non-empty bytes, found {self.digest!r}"
-            raise ValueError(msg)
+            raise ValueError(f"an image digest must be non-empty bytes, found {self.digest!r}")

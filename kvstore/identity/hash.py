@@ -49,8 +49,7 @@ def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]
         return np.empty(0, np.uint32)
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= TOKEN_LIMIT:
-        msg = f"token ids must lie in [0, 2**32), found {low if low < 0 else high}"
-        raise ValueError(msg)
+        raise ValueError(f"token ids must lie in [0, 2**32), found {low if low < 0 else high}")
     return np.ascontiguousarray(array, np.uint32)
 
 
@@ -70,8 +69,7 @@ def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer
     if array.size == 0:
         return np.empty(0, np.uint32)
     if array.dtype.kind not in "iu":
-        msg = f"tokens must be integers, found dtype {array.dtype}"
-        raise ValueError(msg)
+        raise ValueError(f"tokens must be integers, found dtype {array.dtype}")
     return array
 
 

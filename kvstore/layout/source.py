@@ -65,8 +65,7 @@ def _named(source: object) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        msg = f"{source}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{source}: {error}") from error
 
 
 _MOST_CONFIG_BYTES = 1 << 24
@@ -119,14 +118,12 @@ def _read(path: Path) -> Mapping[str, Any]:
     except ConfigError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        msg = f"not a readable JSON file: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"not a readable JSON file: {error}") from error
     if not is_whole:
         msg = f"larger than any config.json, expected at most {_MOST_CONFIG_BYTES:,} bytes"
         raise ConfigError(msg)
     if not isinstance(config, dict):
-        msg = f"a JSON {type(config).__name__}, expected an object with a model_type"
-        raise ConfigError(msg)
+        raise ConfigError(f"a JSON {type(config).__name__}, expected an object with a model_type")
     return config
 
 

@@ -115,8 +115,7 @@ def _groups(value: object, owner: str) -> tuple[LayerGroup, ...]:
     groups = []
     for item in several(value, f"{owner}: groups", "LayerGroup", ConfigError, MOST_LAYERS):
         if not isinstance(item, LayerGroup):
-            msg = f"{owner}: groups must be LayerGroup values, found {brief(item)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{owner}: groups must be LayerGroup values, found {brief(item)}")
         groups.append(item)
     return tuple(groups)
 
@@ -203,11 +202,9 @@ class Layout:
         )
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            msg = f"layout {self.model!r}: group names must be distinct, found {names}"
-            raise ConfigError(msg)
+            raise ConfigError(f"layout {self.model!r}: group names must be distinct, found {names}")
         if not self.global_groups:
-            msg = f"layout {self.model!r} has no GLOBAL group, expected at least one"
-            raise ConfigError(msg)
+            raise ConfigError(f"layout {self.model!r} has no GLOBAL group, expected at least one")
         if bool(self.window_groups) != (self.window_tokens > 0):
             msg = (
                 f"layout {self.model!r}: window_tokens is {self.window_tokens} "

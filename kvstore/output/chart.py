@@ -147,8 +147,7 @@ def chart(
     """
     points = [point for one in series for point in one.points]
     if not points:
-        msg = "a chart needs at least one point, found none"
-        raise ValueError(msg)
+        raise ValueError("a chart needs at least one point, found none")
     upright = [mark for mark in marks if not mark.is_of_y]
     level = [mark for mark in marks if mark.is_of_y]
     left, right, bottom = frame.left, frame.width - frame.right, frame.height - frame.bottom

@@ -44,8 +44,7 @@ def size_bytes(size: object, option: str, expected: str = "") -> int:
     value *= _BYTES[unit]
     if not 0 <= value < _MOST_BYTES:
         limit = "must not be negative" if value < 0 else "must be less than 2**63 bytes"
-        msg = f"{option} {limit}, found {brief(size)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} {limit}, found {brief(size)}")
     return int(value)
 
 
@@ -58,8 +57,7 @@ def size_or_share(size: object, option: str, whole: int, name: str) -> int:
     if unit != "%":
         return size_bytes(size, option, f" or a share of {name} such as '50%'")
     if value > 100:
-        msg = f"{option} must be at most 100% of {name}, found {brief(size)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} must be at most 100% of {name}, found {brief(size)}")
     return int(whole * value / 100)
 
 
@@ -67,8 +65,7 @@ def share_of(value: object, option: str) -> float:
     """Return a share in (0, 1]. Raises ``ConfigError``."""
     share = number(value, option, "a share in (0, 1]", ConfigError)
     if not 0 < share <= 1:
-        msg = f"{option} must be a share in (0, 1], found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} must be a share in (0, 1], found {brief(value)}")
     return share
 
 
@@ -97,13 +94,11 @@ def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None
     elif unit == "b":
         blocks = int(value)
     elif block_bytes is None:
-        msg = f"a size in bytes ({text}) needs the bytes of a token"
-        raise ValueError(msg)
+        raise ValueError(f"a size in bytes ({text}) needs the bytes of a token")
     else:
         blocks = int(value * _BYTES[unit] / block_bytes)
     if blocks >= _MOST_BLOCKS:
-        msg = f"expected a size below {_MOST_BLOCKS:,} blocks, found {_short(text)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected a size below {_MOST_BLOCKS:,} blocks, found {_short(text)}")
     if unit == "%":
         return Size(blocks, float(value / 100))
     return Size(blocks, blocks / distinct_blocks if distinct_blocks else 0.0)
@@ -122,8 +117,7 @@ def seconds_of(text: str) -> float:
 def _measured(text: str, units: Mapping[str, Fraction], expected: str) -> float:
     value, unit = _quantity(text)
     if unit not in units or not 0 < value < _MOST_NUMBER:
-        msg = f"expected {expected}, found {_short(text)}"
-        raise ValueError(msg)
+        raise ValueError(f"expected {expected}, found {_short(text)}")
     return float(value * units[unit])
 
 

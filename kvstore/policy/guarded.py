@@ -83,8 +83,7 @@ class Guarded(Policy[S], Generic[S]):
                 raise ValueError(msg)
             return None
         if found not in self._segments or not found.is_evictable:
-            msg = f"victim() returned {found!r}, expected a segment that may go"
-            raise ValueError(msg)
+            raise ValueError(f"victim() returned {found!r}, expected a segment that may go")
         chosen: S = found
         return chosen
 

@@ -63,6 +63,5 @@ POLICIES: Mapping[str, Entry] = MappingProxyType(
 def make_policy(name: str) -> Policy[Any]:
     """Return a new policy. Raises ``ValueError`` for an unknown name."""
     if name not in POLICIES:
-        msg = f"no policy named {name!r}; expected one of {', '.join(POLICIES)}"
-        raise ValueError(msg)
+        raise ValueError(f"no policy named {name!r}; expected one of {', '.join(POLICIES)}")
     return POLICIES[name].make()

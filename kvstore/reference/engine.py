@@ -195,8 +195,7 @@ class ReferenceEngine:
         is not computed, so stored entries end one token before it.
         """
         if count < 1:
-            msg = f"count must be at least 1, found {count}"
-            raise ValueError(msg)
+            raise ValueError(f"count must be at least 1, found {count}")
         prompt = kvstore.as_tokens(tokens)
         end = len(prompt) + count - 1
         with torch.inference_mode(), contextlib.ExitStack() as held:
@@ -302,8 +301,7 @@ class ReferenceEngine:
         held: contextlib.ExitStack,
     ) -> _Request:
         if not len(prompt):
-            msg = "a prompt needs at least one token, found none"
-            raise ValueError(msg)
+            raise ValueError("a prompt needs at least one token, found none")
         self._check_images(prompt, images)
         self._images = {image.span.digest: image for image in images}
         for table in self._tables.values():

@@ -32,10 +32,8 @@ def check_agreement(path: Path, options: Any, in_force: Any, given: Collection[s
     if parts:
         found = f"{path} is open in this process with {'; '.join(parts)}"
         if is_other:
-            msg = f"{found}; it was left untouched: use another path"
-            raise LayoutMismatch(msg)
-        msg = f"{found}: leave the option out, give the same, or close the store first"
-        raise ConfigError(msg)
+            raise LayoutMismatch(f"{found}; it was left untouched: use another path")
+        raise ConfigError(f"{found}: leave the option out, give the same, or close the store first")
 
 
 def _layout_differences(found: Layout, expected: Layout) -> list[str]:

@@ -127,8 +127,7 @@ class OpenStore:
             msg = f"the store at {self.ssd.path} was opened by process {self._pid}; open it again after a fork"
             raise StoreError(msg)
         if self.is_closed:
-            msg = f"the store at {self.ssd.path} is closed"
-            raise StoreError(msg)
+            raise StoreError(f"the store at {self.ssd.path} is closed")
 
     def require_writer(self, action: str) -> StoreWriter:
         """Return the writer; in a reader, raise ``StoreBusy`` with the verb that needs an owner."""

@@ -29,8 +29,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser().resolve()
     except TypeError as error:
-        msg = f"path must name a directory, found {brief(path)}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"path must name a directory, found {brief(path)}") from error
     except (OSError, RuntimeError, ValueError) as error:
         msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
         raise ConfigError(msg) from error
@@ -80,8 +79,7 @@ def take_over(path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) ->
             ssd.give_up()  # not marked clean: the next opening checks the whole tree
             if ssd.is_owner and not is_last:
                 continue
-            msg = f"the store at {path} cannot be read: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"the store at {path} cannot be read: {error}") from error
         except BaseException:
             ssd.give_up()
             raise

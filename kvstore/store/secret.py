@@ -144,6 +144,5 @@ def _read_secret(path: Path) -> bytes:
     finally:
         os.close(fd)
     if len(secret) != SECRET_BYTES:
-        msg = f"{file} has {facts.st_size} bytes, expected {SECRET_BYTES}: {_RESTORE}"
-        raise StoreError(msg)
+        raise StoreError(f"{file} has {facts.st_size} bytes, expected {SECRET_BYTES}: {_RESTORE}")
     return secret

@@ -78,8 +78,7 @@ def parse_format(text: str) -> StoreFormat:
             _value(found, "secret", str, ""),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"the store's VERSION file is damaged: {error!r:.200}"
-        raise StoreError(msg) from error
+        raise StoreError(f"the store's VERSION file is damaged: {error!r:.200}") from error
     if layout.fingerprint != found.get("fingerprint"):
         msg = "the store's VERSION file is damaged: its groups do not match its fingerprint"
         raise StoreError(msg)

@@ -155,8 +155,7 @@ class StoreWriter:
             with self.changing:
                 return self.eviction.free(self.eviction.cap(live_bytes, live_bytes))
         except MEDIUM_ERRORS as error:
-            msg = f"the store at {self.ssd.path} cannot be read: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"the store at {self.ssd.path} cannot be read: {error}") from error
 
     def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
         """Set the most bytes of all generations of a namespace; evict its blocks that are over.
@@ -192,8 +191,7 @@ class StoreWriter:
         self.queue.drain()
         failure, self.queue.failure = self.queue.failure, None
         if failure is not None:
-            msg = f"the writer of {self.ssd.path} failed: {failure!r}"
-            raise StoreError(msg) from failure
+            raise StoreError(f"the writer of {self.ssd.path} failed: {failure!r}") from failure
         try:
             self._committer.sync()
         except MEDIUM_ERRORS as error:

@@ -136,8 +136,7 @@ class DeviceTier:
         is_whole = not (indices.is_floating_point() or indices.is_complex())
         if indices.numel() and (not is_whole or indices.dtype == torch.bool):
             name = str(indices.dtype).removeprefix("torch.")
-            msg = f"entry_indices must be integers, found dtype {name}"
-            raise ValueError(msg)
+            raise ValueError(f"entry_indices must be integers, found dtype {name}")
         return indices.to(torch.int64)
 
     def gather(

@@ -62,8 +62,7 @@ class PagedEntries:
     def _page_table(self, group: LayerGroup, page_ids: Any, tokens: int) -> torch.Tensor:
         given = page_ids.get(group.name) if isinstance(page_ids, Mapping) else page_ids
         if given is None:
-            msg = f"page_ids has no group {group.name!r}, found {sorted(page_ids)}"
-            raise ValueError(msg)
+            raise ValueError(f"page_ids has no group {group.name!r}, found {sorted(page_ids)}")
         try:
             ids = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -176,8 +175,7 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
     """Return one tensor ``[pages, entries, *entry]`` for each layer of a group, checked."""
     given = tensors.get(group.name)
     if given is None:
-        msg = f"pages have no tensors of group {group.name!r}, found {sorted(tensors)}"
-        raise ValueError(msg)
+        raise ValueError(f"pages have no tensors of group {group.name!r}, found {sorted(tensors)}")
     if isinstance(given, torch.Tensor):
         views = [given[:, layer] for layer in range(given.shape[1])] if given.ndim >= 4 else []
     else:

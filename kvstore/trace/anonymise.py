@@ -53,8 +53,7 @@ def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -
             try:
                 row, block_tokens = _row(line, key, block_size, UNITS[unit])
                 if builder.block_tokens not in {0, block_tokens}:
-                    msg = "has both text and tokens; expected one of them in all lines"
-                    raise ValueError(msg)
+                    raise ValueError("has both text and tokens; expected one of them in all lines")
             except ValueError as error:
                 raise TraceError(where, str(error), number) from error
             builder.block_tokens = block_tokens

@@ -52,8 +52,7 @@ def json_object(line: bytes) -> dict[str, Any]:
         msg = "is JSON nested too deeply; expected an object of numbers, text and lists"
         raise ValueError(msg) from None
     except ValueError:  # a whole number with more digits than Python converts
-        msg = "has a number with too many digits; expected numbers of 64 bits"
-        raise ValueError(msg) from None
+        raise ValueError("has a number with too many digits; expected numbers of 64 bits") from None
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
     return record

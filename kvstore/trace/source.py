@@ -84,7 +84,7 @@ class _Zstd(io.RawIOBase):
                 self._compressed = self._raw.read(CHUNK_BYTES)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("the file ends inside a frame")  # noqa: EM101
+                    raise EOFError("the file ends inside a frame")
                 return 0
             if self._frame is None:
                 self._frame = self._frames.decompressobj()

@@ -294,8 +294,7 @@ def import_store(
         try:
             manifest = read_manifest(file, members, next(walk, None), path)
         except ArchiveDamage as error:
-            msg = f"{file} is not an archive of a store: {error}"
-            raise StoreError(msg) from error
+            raise StoreError(f"{file} is not an archive of a store: {error}") from error
         index = KeyedIndex(Lru[Segment]())
         with open_for_writing(
             path, index=index, capacity_bytes=capacity, format_text=manifest.text

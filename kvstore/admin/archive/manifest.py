@@ -95,8 +95,7 @@ def read_manifest(file: Path, members: Members, first: Member | None, target: Pa
     text: str = found["format"]
     form, frames = parse_frames(text)
     if text != format_text(form):
-        msg = f"{what}: its format is not spelled as a store spells it"
-        raise StoreError(msg)
+        raise StoreError(f"{what}: its format is not spelled as a store spells it")
     secret = secret_of(target, text)
     spaces, roots = {}, {}
     for number, space in found["namespaces"].items():
@@ -136,12 +135,10 @@ def _parsed(file: Path, what: str, members: Members, first: Member | None) -> di
             "layout": str(found.get("layout", "")),
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"{what}: its manifest is damaged: {error!r}"
-        raise StoreError(msg) from error
+        raise StoreError(f"{what}: its manifest is damaged: {error!r}") from error
     if type(version) is not int or version != ARCHIVE_VERSION:
         msg = f"{file} was written by another version: found archive version {version!r}, expected {ARCHIVE_VERSION}"
         raise StoreError(msg)
     if not isinstance(text, str) or len(text) > FORMAT_BYTES:
-        msg = f"{what}: its format is no text of up to {FORMAT_BYTES} bytes"
-        raise StoreError(msg)
+        raise StoreError(f"{what}: its format is no text of up to {FORMAT_BYTES} bytes")
     return fields

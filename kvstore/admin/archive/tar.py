@@ -106,11 +106,9 @@ class Members:
             except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
                 return
             except (tarfile.HeaderError, ValueError) as error:
-                msg = f"a header is damaged: {error}"
-                raise ArchiveDamage(msg) from error
+                raise ArchiveDamage(f"a header is damaged: {error}") from error
             if not 0 <= info.size <= SKIPPED_BYTES:
-                msg = f"the member {info.name[:80]!r} claims {info.size} bytes"
-                raise ArchiveDamage(msg)
+                raise ArchiveDamage(f"the member {info.name[:80]!r} claims {info.size} bytes")
             self._left = -(-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
             yield Member(
                 name=info.name,
@@ -136,11 +134,9 @@ class Members:
             while left:
                 chunk = self._stream.read(min(left, _CHUNK))
                 if not chunk:
-                    msg = "it ends too soon: it was cut short"
-                    raise ArchiveDamage(msg)
+                    raise ArchiveDamage("it ends too soon: it was cut short")
                 chunks.append(chunk)
                 left -= len(chunk)
         except zstandard.ZstdError as error:
-            msg = f"it cannot be unpacked: {error}"
-            raise ArchiveDamage(msg) from error
+            raise ArchiveDamage(f"it cannot be unpacked: {error}") from error
         return b"".join(chunks)

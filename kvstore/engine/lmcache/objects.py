@@ -41,8 +41,7 @@ def claim(path: str) -> Path:
         msg = f"path {root} is not writable by this user; choose a directory that you can write to"
         raise ConfigError(msg)
     if (root / _VERSION_FILE).exists():
-        msg = f"path {root} is a store of its own; choose a new or empty directory"
-        raise ConfigError(msg)
+        raise ConfigError(f"path {root} is a store of its own; choose a new or empty directory")
     return root
 
 

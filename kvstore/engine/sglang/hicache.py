@@ -221,8 +221,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     def _batch_set(self, keys: Sequence[str], values: Sequence[torch.Tensor | None] | None) -> bool:
         pages = [value for value in values or () if value is not None]
         if values is None or len(pages) != len(keys):
-            msg = f"expected a page for each of {len(keys)} keys, found {len(pages)}"
-            raise ValueError(msg)
+            raise ValueError(f"expected a page for each of {len(keys)} keys, found {len(pages)}")
         return all(self._put(self._kv, keys, pages.__getitem__))
 
     @override

@@ -50,8 +50,7 @@ def _nested(config: Config) -> Sequence[Config]:
             break
         inner = configs[0][name]
         if not isinstance(inner, Mapping):
-            msg = f"{name} must be an object, found {brief(inner)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be an object, found {brief(inner)}")
         _check_classes(configs[0], WRAPPERS.get(_type(configs[0]), ()))
         configs.insert(0, inner)
     _check_type(configs[0], is_nested=len(configs) > 1)

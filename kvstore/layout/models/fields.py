@@ -85,8 +85,7 @@ def integers(config: Config, name: str) -> Sequence[int]:
     """Return a list of integers."""
     value = config.get(name)
     if not isinstance(value, (list, tuple)) or not all(map(checks.is_integer, value)):
-        msg = f"config field {name} must be a list of integers, found {brief(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"config field {name} must be a list of integers, found {brief(value)}")
     if any(abs(item) > MOST_FIELD for item in value):
         msg = f"config field {name} must have no item above {MOST_FIELD:,}, found {brief(value)}"
         raise ConfigError(msg)
@@ -99,8 +98,7 @@ def entry_format(dtype: object) -> str:
     name = DTYPE_FORMATS.get(text, text)
     if name not in FORMATS:
         known = ", ".join([*FORMATS, *DTYPE_FORMATS])
-        msg = f"unknown dtype {brief(text)}, expected one of {known}"
-        raise ConfigError(msg)
+        raise ConfigError(f"unknown dtype {brief(text)}, expected one of {known}")
     return name
 
 

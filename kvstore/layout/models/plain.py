@@ -232,8 +232,7 @@ def _layer_types(config: Config, count: int) -> list[str]:
     """Return the types of all layers; empty if the config has none."""
     types = config.get("layer_types") or []
     if not isinstance(types, (list, tuple)):
-        msg = f"config field layer_types must be a list, found {brief(types)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"config field layer_types must be a list, found {brief(types)}")
     if types and len(types) != count:
         msg = f"layer_types names {len(types):,} layers, expected one for each of {count}"
         raise ConfigError(msg)

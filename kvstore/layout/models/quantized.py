@@ -62,5 +62,4 @@ def _quantizations(configs: Sequence[Config], beside: Config | None) -> Iterator
 
 
 def _refuse(name: str, found: object) -> str:
-    msg = f"{name} {brief(found)} is an unknown format of keys and values; {_REMEDY}"
-    raise ConfigError(msg)
+    raise ConfigError(f"{name} {brief(found)} is an unknown format of keys and values; {_REMEDY}")

@@ -125,11 +125,9 @@ def require_store_or_empty(path: Path) -> None:
 def require_store(path: Path) -> None:
     """Raise ``StoreError`` unless ``path`` is a store."""
     if not path.exists():
-        msg = f"no store at {path}: there is no such directory"
-        raise StoreError(msg)
+        raise StoreError(f"no store at {path}: there is no such directory")
     if not path.is_dir():
-        msg = f"{path} is a file, expected a store's directory"
-        raise StoreError(msg)
+        raise StoreError(f"{path} is a file, expected a store's directory")
     if not (path / VERSION_FILE).exists() or not (path / DATA_FILE).exists():
         msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} and {DATA_FILE}"
         below = sorted(item.parent.name for item in path.glob(f"*/{VERSION_FILE}"))

@@ -122,8 +122,7 @@ def _open_reader(path: Path, options: SsdOptions, tier_class: type[SsdTier]) -> 
     except MEDIUM_ERRORS as error:
         if env is not None:
             env.close()
-        msg = f"the store at {path} cannot be read: {error}; {remedy(error)}"
-        raise StoreError(msg) from error
+        raise StoreError(f"the store at {path} cannot be read: {error}; {remedy(error)}") from error
     env.close()
     msg = f"the store at {path} cannot be read: {problem}; its owner repairs it at its next open"
     raise StoreError(msg)

@@ -751,8 +751,7 @@ class SsdTier:
         """The environment, for a thread that holds its gate."""
         assert self._using()._is_owned(), "the environment is used outside a gate"  # noqa: SLF001
         if self._is_closed:
-            msg = f"the store at {self.path} is closed"
-            raise StoreError(msg)
+            raise StoreError(f"the store at {self.path} is closed")
         return self._env
 
     @contextmanager

@@ -31,8 +31,7 @@ def read_format(path: Path) -> str:
             text = file.read(most + 1)
         lines = text.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path / VERSION_FILE} cannot be read: {error}"
-        raise StoreError(msg) from error
+        raise StoreError(f"{path / VERSION_FILE} cannot be read: {error}") from error
     if len(text) > most:
         msg = f"{path / VERSION_FILE} is damaged: it has more than {most} bytes, the most that a format takes"
         raise StoreError(msg)
