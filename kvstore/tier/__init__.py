@@ -1,1 +1,5 @@
-"""Where blocks live. Tiers move bytes; they decide nothing and do not know each other."""
+"""Tiers: the media that hold blocks. A tier copies bytes; it chooses no block and imports no other tier.
+
+``ssd`` is a store's directory, ``device`` the pages in GPU memory, ``window`` the pool of window KV in host
+memory. Start with ``ssd``. Imports ``frame``, ``layout`` and ``codec``; called by ``store`` and ``cache``.
+"""
