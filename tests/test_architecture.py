@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Container, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,75 @@ def test_adapters_may_import_no_package_that_is_not_public() -> None:
         name.removesuffix("/").removesuffix(".py") for name in set(packages()) - public - leaves
     }
     assert {name.removeprefix("kvstore.") for name in contract["forbidden_modules"]} == internal
+
+
+LARGE_CLASSES = {"kvstore.cache.scope.Scope", "kvstore.tier.ssd.tier.SsdTier"}
+"""Exceptions by name: the public methods of a cache, and the SSD tier until its I/O is separate."""
+
+
+def test_no_class_is_over_400_lines_or_34_functions() -> None:
+    large = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                functions = sum(isinstance(item, ast.FunctionDef) for item in node.body)
+                if (node.end_lineno or 0) - node.lineno >= 400 or functions > 34:
+                    large.add(f"{module_name(path)}.{node.name}")
+    assert large == LARGE_CLASSES
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(nodes: Iterable[ast.AST], known: Container[str]) -> Iterator[str]:
+    """Yield the modules of this repository that run-time imports name, in functions too."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        yield from imports(ast.iter_child_nodes(node), known)
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the names along a circle of a graph, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    paths = {
+        module_name(path): path
+        for folder in ("kvstore", "bench", "native", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    graph = {}
+    for name, path in paths.items():
+        found = imports(ast.parse(path.read_text(encoding="utf-8")).body, paths)
+        graph[name] = {each for each in found if each in paths and each != name}
+    assert circle(graph) == []
+    assert circle({**graph, "kvstore.errors": {"kvstore.cache.scope"}}) != [], "a planted circle"
+
+
+def test_no_header_of_the_extension_includes_itself_in_a_circle() -> None:
+    files = [*(ROOT / "native").rglob("*.h"), *(ROOT / "native").rglob("*.c")]
+    graph = {
+        path.name: re.findall(
+            r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        for path in files
+        if path.name != "_kvstore_native.c"
+    }
+    assert "kvstore_native.h" in graph["kernels.h"]
+    assert circle(graph) == []
 
 
 def packages() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.ssd.peers import key_of, number_of
+from bench.ssd.keys import key_of, number_of
 from bench.ssd.store import BLOCK_TOKENS, contiguous, tier_options
 from kvstore import LayerGroup, Layout
 from kvstore.frame.format import FrameFormat

@@ -27,6 +27,8 @@ import xxhash
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from bench.ssd.keys import key_of, number_of
+
 Block = NDArray[np.uint8]
 POOL_BLOCKS = 256
 """Different blocks; later ones are the same again under new keys. None of these stores looks for that."""
@@ -424,16 +426,6 @@ PEERS: Mapping[str, type[Peer]] = {
 
 
 # ---- the work -------------------------------------------------------------------------------------
-
-
-def key_of(number: int) -> bytes:
-    """Return the key of a block: 16 bytes in no order, the last four its number."""
-    return xxhash.xxh3_128_digest(number.to_bytes(4, "big"))[:12] + number.to_bytes(4, "big")
-
-
-def number_of(key: bytes) -> int:
-    """Return the number of a block, for stores that have no keys."""
-    return int.from_bytes(key[-4:], "big")
 
 
 def capacity_of(shape: Shape) -> int:

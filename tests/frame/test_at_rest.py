@@ -23,7 +23,7 @@ from kvstore.frame.header import Header
 from kvstore.identity.block import BlockHash, BlockKey
 from kvstore.store.metrics import error_bucket
 from kvstore.tier.ssd.records import Record
-from tests.stores import BLOCK, DENSE, NAMESPACE, tokens_of, writer_of
+from tests.stores import BLOCK, DENSE, NAMESPACE, inside, tokens_of, writer_of
 
 FORMATS = {"k": "nvfp4", "v": "mxfp4"}
 GROUPS = ("k", "v")
@@ -262,7 +262,7 @@ def test_options_that_cannot_work_are_named(
 
 def test_one_name_packs_every_group(tmp_path: Path) -> None:
     with open_packed(tmp_path / "s", ssd_formats="fp8") as cache:
-        assert isinstance(cache._shared.format, AtRestFormat)
+        assert isinstance(inside(cache).format, AtRestFormat)
     layout = quantized_layout(DENSE, {"k": "fp8", "v": "fp8"})
     assert [g.entry_format for g in layout.groups] == ["fp8", "fp8"]
 

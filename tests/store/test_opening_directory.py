@@ -22,6 +22,7 @@ from tests.stores import (
     assert_entries,
     entries_of,
     open_cache,
+    tier_of,
 )
 
 
@@ -156,7 +157,7 @@ def test_a_missing_parent_record_is_found_at_open(
     path = tmp_path / "s"
     tokens = fill(path)
     with open_cache(path) as cache:
-        cache._shared.ssd.delete([cache.probe(tokens).prefix.key(7)])
+        tier_of(cache).delete([cache.probe(tokens).prefix.key(7)])
     with open_cache(path) as cache:
         assert cache.lookup(tokens).hit_tokens == 7 * BLOCK
         assert cache.stats()["tiers"]["ssd"]["blocks"] == 7

@@ -22,7 +22,8 @@ from bench.ssd import suite as ssd
 from bench.ssd.compare import PeerRow, Samples, chosen, compare, percentiles, picture
 from bench.ssd.flat import FlatTier
 from bench.ssd.index import read_tree, trace_tree, tree_of, write_tree
-from bench.ssd.peers import PEERS, Worker, key_of, number_of
+from bench.ssd.keys import key_of, number_of
+from bench.ssd.peers import PEERS, Worker
 from kvstore import Layout
 from tests.builders import mixed_layout, tiny_layout
 
