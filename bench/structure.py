@@ -4,7 +4,9 @@ Question: how much must a reader keep in mind?
 Method:   lines and classes from the syntax trees of ``kvstore/``; a class's functions are those in its body. A call's
           depth is the largest number of nested frames of ``kvstore/`` while it runs, on its own thread and on the threads
           that it wakes.
-Run:      python -m bench.structure [--root CHECKOUT] [--json]; with --root, PYTHONPATH names that checkout too.
+Run:      python -m bench.structure [--vllm MODEL] [--json]
+          With --vllm also the deepest call of a request that is stored, and of one that is loaded, in vLLM's
+          Python; MODEL is a folder. Another checkout: PYTHONPATH=CHECKOUT python bench/structure.py --root CHECKOUT
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -27,6 +30,7 @@ import numpy as np
 import kvstore
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = f"{Path(kvstore.__file__ or '').resolve().parent}/"
 NATIVE = ("*.c", "*.h", "*.py", "*.pyi")
 
 
@@ -76,7 +80,7 @@ class Depth:
 
     def hears(self, frame: FrameType, event: str, _: Any) -> None:
         """Count one call or one return: the profile function of a thread."""
-        if event not in {"call", "return"} or "/kvstore/" not in frame.f_code.co_filename:
+        if event not in {"call", "return"} or not frame.f_code.co_filename.startswith(PACKAGE):
             return
         depth = getattr(self._here, "depth", 0) + (1 if event == "call" else -1)
         self._here.depth = max(depth, 0)
@@ -158,6 +162,49 @@ def depths() -> dict[str, int]:
     return found
 
 
+def vllm_depths(model: str) -> dict[str, int]:
+    """Measure the deepest call of two equal requests to vLLM, in one process: stored, then loaded."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    prompt = {"prompt_token_ids": [number % 97 for number in range(600)]}
+    greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    found, cached = {}, None
+    with tempfile.TemporaryDirectory() as folder:
+        engine = LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=1024,
+            skip_tokenizer_init=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KVStoreConnector",
+                kv_connector_module_path="kvstore.engine.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"path": f"{folder}/s", "ssd_bytes": "256MiB"},
+            ),
+        )
+        for name in ("stored", "loaded"):
+            with watched() as depth:
+                (answer,) = engine.generate([prompt], greedy, use_tqdm=False)
+            found[f"deepest call: vLLM request, {name}"] = depth.deepest
+            cached = answer.num_cached_tokens
+            while not engine.reset_prefix_cache():
+                engine.llm_engine.engine_core.get_output()
+        assert cached == 512, f"{cached} tokens were loaded"
+        engine.llm_engine.engine_core.shutdown()
+    return found
+
+
 def _command() -> Callable[[list[str]], int]:
     """Return the command's function, of this tree or of one before its packages."""
     found = import_module("kvstore.cli")
@@ -172,6 +219,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to count")
+    parser.add_argument("--vllm", metavar="MODEL", help="a model's folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     place = Path(kvstore.__file__ or "").resolve().parents[1]
@@ -183,6 +231,8 @@ def main() -> None:
     stdout, sys.stdout = sys.stdout, sys.stderr
     try:
         rows |= depths()
+        if options.vllm:
+            rows |= vllm_depths(options.vllm)
     finally:
         sys.stdout = stdout
     if options.json:
