@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.stores import BLOCK, open_cache, tier_of, tokens_of
+from tests.torture.kills import CAP
 from tests.torture.kinds import KINDS
+from tests.torture.prompts import LAYOUT, Promise, Prompt, check, keys_of, read_check, store
 from tests.torture.runner import Case, Finding, Kind, run, table
 
 pytestmark = [
@@ -46,6 +50,33 @@ def test_nothing_is_wrong_lost_or_crashed(kind: str, outcomes: dict[str, dict[st
     if kind == "flips-open":  # LMDB ends a process whose free list is damaged: docs/torture.md
         texts = [text for text in texts if "signal SIGABRT" not in text]
     assert not texts, "\n".join(texts)
+
+
+def test_blocks_that_a_check_evicts_are_not_lost(tmp_path: Path) -> None:
+    """The check stores one more prompt; in a full store that evicts blocks of the promise."""
+    path, promise = tmp_path / "s", Promise()
+    known: list[Prompt] = []
+    blocks = 0
+    with open_cache(path, LAYOUT, role="owner", ssd_bytes=CAP) as cache:
+        tier, full = tier_of(cache), 0
+        for seed in range(2_000):  # until the store is as full as it was before its first eviction
+            prompt = tokens_of(BLOCK + 1, seed).astype(np.uint32)
+            if full and tier.block_count == full:
+                break
+            store(cache, prompt)
+            cache.flush()
+            known.append(prompt)
+            if cache.stats()["counters"]["evicted_blocks"].get("ssd") and not full:
+                full = blocks
+            blocks = tier.block_count
+        promise.flushed(
+            {str(n): read_check(cache, prompt, n)[0] for n, prompt in enumerate(known)},
+            {str(n): keys_of(cache, prompt) for n, prompt in enumerate(known)},
+        )
+    before = sum(promise.kept.values())
+    for _ in range(3):
+        assert check(path, known, promise, ssd_bytes=CAP) == []
+    assert 0 < sum(promise.kept.values()) < before, "no check evicted a block of the promise"
 
 
 @pytest.mark.parametrize(
