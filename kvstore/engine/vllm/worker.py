@@ -195,10 +195,12 @@ class WorkerSide:
                 self._end_load(load)
                 self._received.add(request_id)
         for request_id, saves in list(self._saves.items()):
-            left = [save for save in saves if not self._is_over(save)]
+            left = []
             for save in saves:
-                if save not in left:
+                if self._is_over(save):
                     self._end_save(save)
+                else:
+                    left.append(save)
             self._saves[request_id] = left
             if not left:
                 del self._saves[request_id]

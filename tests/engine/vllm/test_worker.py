@@ -124,6 +124,22 @@ def test_tokens_that_were_there_are_not_counted_as_saved(stack: ExitStack, tmp_p
         assert report.saved == {name: [plan.saves[0].stop]}
 
 
+def test_two_saves_of_a_request_end_in_either_order(stack: ExitStack, tmp_path: Path) -> None:
+    """A save that ended is told from one in progress by identity: their tokens differ in length."""
+    held = threading.Event()
+    events: list[threading.Event | None] = [None, held]
+    worker = Worker(stack, tmp_path / "s", lambda _: events.pop(0))
+    worker.side.save(save("a", 128, (0,)))
+    worker.side.save(save("a", 256, (0, 1), start=128))
+    first, _ = worker.side._saves["a"]
+    assert first.job.wait()
+    worker.side.finished(StepPlan())
+    assert len(worker.side._saves["a"]) == 1
+    held.set()
+    worker.finish("a")
+    assert worker.store.probe(prompt(257)).hit_tokens == 256
+
+
 def test_a_preempted_request_is_not_waited_for(stack: ExitStack, tmp_path: Path) -> None:
     """The engine is stopped meanwhile. Blocks that are not yet copied stay unsaved."""
     never = threading.Event()
