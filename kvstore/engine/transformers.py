@@ -499,7 +499,7 @@ class TransformersAdapter:
         if origin is None:
             origin = self._foreign(len(ids))
         elif origin.weights != self._identity.weights(origin.length):
-            self._faults.say(
+            self._faults.warn_once(
                 "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
                 "further prompts are not logged"
             )
