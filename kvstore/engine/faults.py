@@ -48,7 +48,7 @@ class Faults:
         if self._is_first(detail, topic):
             self._log.warning("%s: %s; further ones are only counted", topic, detail)
 
-    def warn_once(self, message: str, *values: object) -> None:
+    def say(self, message: str, *values: object) -> None:
         """Log a warning at the first use of ``message``. It is not counted."""
         if self._is_first((message, Warning)):
             self._log.warning(message, *values)

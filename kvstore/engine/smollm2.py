@@ -33,7 +33,7 @@ CONVERSION = 1
 
 
 def find_gguf() -> Path:
-    """Return the model's file without importing its package. Raises ``ConfigError`` if one is missing."""
+    """Return the model's file, without an import. Raises ``ConfigError`` with the install command."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         msg = (

@@ -128,7 +128,7 @@ def _check_opening(
         msg = f"model must be a loaded transformers model, found {type(model).__name__}"
         raise ConfigError(msg)
     if namespace is not None and tenant:
-        msg = f"found tenant {tenant!r} and a namespace, which has a tenant of its own; give one of the two"
+        msg = f"found tenant {tenant!r} and a namespace, which has its own tenant; expected one of the two"
         raise ConfigError(msg)
     known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
@@ -207,13 +207,13 @@ class Generated:
 
 
 class TransformersAdapter:
-    """A causal model of transformers over a prefix cache, with or without sliding layers.
+    """A causal model of transformers with a prefix cache, with or without sliding layers.
 
     ``on_stage`` is called with the name of each stage of a prefill when it ends, for measurements.
 
     Raises:
         LayoutMismatch: if ``cache`` was opened for another model's shape.
-        ConfigError: if the model's layout is unknown or its forward takes no cache.
+        ConfigError: if the model's layout is unknown or its forward has no cache argument.
 
     Threads: one thread at a time.
     """
@@ -478,7 +478,7 @@ class TransformersAdapter:
         if origin is None:
             origin = self._external(len(ids))
         elif origin.weights != self._identity.weights(origin.length):
-            self._faults.warn_once(
+            self._faults.say(
                 "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
                 "further prompts are not logged"
             )
@@ -566,7 +566,7 @@ def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
-    msg = f"the model's forward takes neither cache nor past_key_values, found {', '.join(parameters)}"
+    msg = f"the model's forward needs an argument cache or past_key_values, found {', '.join(parameters)}"
     raise ConfigError(msg)
 
 

@@ -58,7 +58,7 @@ class ReferenceConfig:
 
     Invariants:
         The last KV source and all layers above it have ratio 1; every KV source is an index source; any
-        other index source lies above the candidate source, whose entries it reads; a layer has the
+        other index source is above the candidate source, whose entries it reads; a layer has the
         ratio of its owner; Engram layers belong to the encoder.
     """
 
@@ -137,7 +137,7 @@ class ReferenceConfig:
         if not set(self.engram_layer_ids) <= set(range(self.last_owner)):
             # A decoder layer computes only the last rows of a prompt, so its Engram rows would not
             # affect the stored entries of a prefix.
-            msg = f"engram_layer_ids must lie below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
+            msg = f"engram_layer_ids must be below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
             raise ConfigError(msg)
         drafts = self.num_nextn_predict_layers
         targets = self.dspark_target_layer_ids if drafts else (self.last_owner,)

@@ -299,7 +299,7 @@ class ReferenceEngine:
             table.bytes_read = 0
         tokens = np.zeros(capacity, np.uint32)
         tokens[: len(prompt)] = prompt
-        request = self._begin(tokens, len(prompt), images, held)
+        request = self._adopt(tokens, len(prompt), images, held)
         tail = self._encode(request.state, len(prompt), chunks)
         # One pass, so that logits do not depend on the chunks.
         last_rows = [Chunk(request.state, request.state.decoder_floor, len(prompt))]
@@ -309,7 +309,7 @@ class ReferenceEngine:
         self._publish(request, len(prompt))
         return request
 
-    def _begin(
+    def _adopt(
         self,
         tokens: NDArray[np.uint32],
         prompt: int,

@@ -71,8 +71,8 @@ def _primes(start: int, count: int) -> list[int]:
 class Addresses:
     """Table rows of the n-grams that end at a token, for one layer.
 
-    The hash of an n-gram is the xor of the classes of its n tokens, each times an odd number. Each
-    head takes it modulo its own prime.
+    The hash of an n-gram is the xor of the classes of its n tokens, each times an odd number. The row
+    of a head is the hash modulo its own prime.
 
     Shapes:
         multipliers int64 ``[orders + 1]``, primes and offsets int64 ``[orders, heads]``.
@@ -160,7 +160,7 @@ class DiskTable:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != row_count * row_bytes:
-                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to make it again"
+                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to create it again"
                 raise ValueError(msg)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Neighbours of a row are of other n-grams, so read-ahead would read unused rows.

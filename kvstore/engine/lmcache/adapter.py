@@ -160,7 +160,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         loaded = Bitmap(len(keys))
         entries = self._entries(keys, objects)
         found = self.objects.get(entries, [item.byte_array for item in objects])
-        accessed = [i for i, is_loaded in enumerate(found) if is_loaded]
+        accessed = [i for i, is_there in enumerate(found) if is_there]
         for i in accessed:
             loaded.set(i)
         if accessed:

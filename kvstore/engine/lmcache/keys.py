@@ -66,15 +66,15 @@ def check_keys(keys: Sequence[ObjectKey]) -> None:
             raise ConfigError(msg)
         if not 0 <= key.kv_rank < _RANK_LIMIT:
             msg = (
-                f"kv rank {key.kv_rank:#x} is of more than 255 workers, whose ranks collide in LMCache's "
-                "keys; use fewer workers"
+                f"kv rank {key.kv_rank:#x} belongs to more than 255 workers, whose ranks collide in "
+                "LMCache's keys; use fewer workers"
             )
             raise ConfigError(msg)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored object."""
+    """Stored object."""
 
     key: ObjectKey
     layout: bytes
@@ -82,5 +82,5 @@ class Entry:
 
     @property
     def name(self) -> bytes:
-        """The store's key of the object."""
+        """Key of the object in its store."""
         return encode_key(self.key, self.layout)

@@ -26,7 +26,7 @@ PUT_WAIT_SECONDS = 30.0
 _FOLDER = "size-"
 _SIZE = struct.Struct("<I")
 _VERSION_FILE = "VERSION"
-"""A file that every store has (docs/format.md)."""
+"""File of every store (docs/format.md)."""
 
 
 def claim(path: str) -> Path:

@@ -120,8 +120,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
             some = pages[first : first + CHUNK_PAGES]
             flat = [torch.empty(pool.page_bytes, dtype=torch.uint8) for _ in some]
             found = self.pools.get(pool, some, flat)
-            for start, page, is_loaded in zip(starts[first:], flat, found, strict=False):
-                if is_loaded:
+            for start, page, is_there in zip(starts[first:], flat, found, strict=False):
+                if is_there:
                     pool.host.set_from_flat_data_page(start, page.view(pool.host.dtype))
             done += found
         self._measure("prefetch", sum(done), pool, began)
@@ -287,9 +287,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         if pool.name in ON_SSD:
             return frozenset(range(1, self.pools.exists(pool, pages) + 1))
         last = max(1, len(transfer.keys or ()))
-        is_stored = [self.pools.has(pool, page) for page in pages]
+        there = [self.pools.has(pool, page) for page in pages]
         lengths = range(1, len(pages) + 1)
-        return frozenset(n for n in lengths if all(is_stored[max(0, n - last) : n]))
+        return frozenset(n for n in lengths if all(there[max(0, n - last) : n]))
 
     @override
     @_or_miss(_all_missed)

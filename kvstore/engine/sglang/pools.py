@@ -99,7 +99,7 @@ class Pool:
         size = self.host.page_size
         found = 0 if indices is None else indices.numel()
         if indices is None or found != len(pages) * size:
-            msg = f"pool {self.name!r}: expected {size} host indices for each of {len(pages)} pages, found {found}"
+            msg = f"pool {self.name!r}: expected {len(pages)} x {size} host indices, found {found}"
             raise ValueError(msg)
         return [int(start) for start in indices[::size].tolist()]
 

@@ -241,7 +241,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counters since the last call."""
-        stats = (self._worker or self.scheduler_side).stats()
+        side = self._worker if self._worker is not None else self.scheduler_side
+        stats = side.stats()
         return None if stats.is_empty() else stats
 
     @override
@@ -268,10 +269,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Use the namespace that all workers reported. Without one, requests are not tracked."""
-        reported = {item.base for item in metadata.values() if isinstance(item, Identity)}
-        self._is_identified = len(reported) == 1
+        said = {item.base for item in metadata.values() if isinstance(item, Identity)}
+        self._is_identified = len(said) == 1
         if self._is_identified:
-            self.scheduler_side.adopt(*reported)
+            self.scheduler_side.adopt(*said)
 
     @override
     def on_new_request(self, request: Request) -> None:
@@ -279,7 +280,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._is_identified:
             self.scheduler_side.add(request)
             return
-        self.scheduler_side.faults.warn_once(
+        self.scheduler_side.faults.say(
             "the workers reported no namespace or different ones, so nothing is stored or loaded; "
             "serve all ranks on machines of one kind with one vLLM"
         )

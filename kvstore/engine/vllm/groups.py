@@ -199,8 +199,10 @@ def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor
 
 def _axes(block: torch.Tensor) -> list[tuple[int, int]]:
     """Return the axes of a tensor's bytes as lengths and steps in bytes."""
-    axes = zip(block.shape, block.stride(), strict=True)
-    return [*((n, step * block.itemsize) for n, step in axes), (block.itemsize, 1)]
+    steps = [
+        (n, step * block.itemsize) for n, step in zip(block.shape, block.stride(), strict=True)
+    ]
+    return [*steps, (block.itemsize, 1)]
 
 
 def _merged(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ NAMES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _Shown:
     data: weakref.ref[Any]
     digest: bytes
 
@@ -31,7 +31,7 @@ class Images:
     """
 
     def __init__(self) -> None:
-        self._names: OrderedDict[str, _Content] = OrderedDict()
+        self._names: OrderedDict[str, _Shown] = OrderedDict()
 
     def digest(self, feature: Any) -> bytes | None:
         """Return the digest of the content of a request's feature, None for unknown content.
@@ -49,7 +49,7 @@ class Images:
         digest = _digest(feature)
         if digest is None or (known is not None and known.digest != digest):
             return None
-        self._names[feature.identifier] = _Content(weakref.ref(data), digest)
+        self._names[feature.identifier] = _Shown(weakref.ref(data), digest)
         self._names.move_to_end(feature.identifier)
         if len(self._names) > NAMES:
             self._names.popitem(last=False)
@@ -60,7 +60,7 @@ def _digest(feature: Any) -> bytes | None:
     fields = {name: feature.data[name].data for name in sorted(feature.data)}
     if any(value is None for value in fields.values()):
         return None
-    digest = MultiModalHasher.hash_kwargs(
+    shown = MultiModalHasher.hash_kwargs(
         "sha256", modality=feature.modality, fields=fields, is_embed=feature.mm_position.is_embed
     )
-    return bytes.fromhex(digest)
+    return bytes.fromhex(shown)

@@ -36,7 +36,7 @@ from kvstore.errors import ConfigError
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
 MEDIUM = "DISK"
-"""The medium in KV events."""
+"""Medium in KV events."""
 FREES_SECONDS = 0.1
 """Longest wait of vLLM for blocks of a finished request before it preempts a running one. A copy takes
 milliseconds; recomputing 1,000 tokens of a preempted request takes about 0.1 s."""
@@ -157,19 +157,20 @@ class SchedulerSide:
             self._tracked[request.request_id] = self._track(request)
 
     def _track(self, request: Any) -> Tracked:
-        hints = Hints()
+        wishes = (request.kv_transfer_params or {}).get(HINTS)
         try:
-            hints = Hints.of((request.kv_transfer_params or {}).get(HINTS))
+            hints = Hints.of(wishes)
         except ConfigError as error:
             self.faults.counts["hint_faults"] += 1
-            message = "hints of a request were ignored: %s; further ones are only counted"
-            self.faults.warn_once(message, error)
+            self.faults.say("hints of a request were ignored: %s; others are only counted", error)
+            hints = Hints()
         sampling = request.sampling_params
         needs_every_row = sampling is not None and sampling.prompt_logprobs is not None
         namespace = self._namespace(request)
+        scopes = tuple(reader.scope(namespace) for reader in self._readers)
         return Tracked(
             request=request,
-            scopes=tuple(reader.scope(namespace) for reader in self._readers),
+            scopes=scopes,
             namespace=namespace,
             hints=hints,
             may_load=not (needs_every_row or request.skip_reading_prefix_cache),
@@ -185,7 +186,7 @@ class SchedulerSide:
             return None
         if digest is None:
             self._counts["unknown_images"] += 1
-            self.faults.warn_once(
+            self.faults.say(
                 "vLLM's scheduler has no content of image %r, or another content than before: nothing from "
                 "that image on is stored or loaded (docs/vllm.md); further images are only counted",
                 feature.identifier,
@@ -239,8 +240,9 @@ class SchedulerSide:
             return
         start, stop = tracked.local, tracked.local + external
         tokens = tracked.tokens[: stop + 1]
-        boundary = stop // self._block_tokens * self._block_tokens
-        tracked.saving.saved = max(tracked.saving.saved, boundary)
+        tracked.saving.saved = max(
+            tracked.saving.saved, stop // self._block_tokens * self._block_tokens
+        )
         for scope in tracked.scopes:
             with self.faults.noted("lookup"):
                 images = images_within(tracked.images, len(tokens))
@@ -374,7 +376,7 @@ class SchedulerSide:
             self._pools |= report.pooled
             self._may_load &= not report.lacks_store
             for request_id, ends in report.saved.items():
-                self._record_saved(request_id, ends)
+                self._answered(request_id, ends)
             for request_id in report.failed:
                 self._counts["load_failures"] += 1
                 if (tracked := self._tracked.get(request_id)) is not None:
@@ -387,7 +389,7 @@ class SchedulerSide:
         for request_id in sent:
             self._ending.pop(request_id, None)
 
-    def _record_saved(self, request_id: str, ends: Iterable[int]) -> None:
+    def _answered(self, request_id: str, ends: Iterable[int]) -> None:
         tracked = self._tracked.get(request_id) or self._ending.get(request_id)
         if tracked is None:
             return
@@ -396,9 +398,9 @@ class SchedulerSide:
             tracked.saving.answer(end)
         if tracked.saving.saved > before and self._sends_events:
             with self.faults.noted("event"):
-                self._add_stored_event(tracked, before, tracked.saving.saved)
+                self._tell_stored(tracked, before, tracked.saving.saved)
 
-    def _add_stored_event(self, tracked: Tracked, start: int, stop: int) -> None:
+    def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]
         images = images_within(tracked.images, len(tokens))
         # With secrets, block hashes differ between stores; listeners get those of the first rank.

@@ -90,14 +90,14 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Cancel the saves of blocks that vLLM frees in this step, before they are overwritten."""
         if plan.update is not None:
-            self._invalidate(plan.update)
+            self._forget(plan.update)
         jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
         for job in jobs:  # all before the first wait, because the engine is stopped meanwhile
             job.is_cancelled = True
         for job in jobs:
             self._cancel(job)
 
-    def _invalidate(self, nonce: str) -> None:
+    def _forget(self, nonce: str) -> None:
         """Make all stored blocks unreachable before a weight update."""
         with self.faults.noted("weight update"):
             if self.store is not None and self.store.role == "owner":
@@ -155,7 +155,7 @@ class WorkerSide:
         for work in plan.saves:
             try:
                 if self.store is None:
-                    self._report_saved(work, work.start)
+                    self._answer(work, work.start)
                     continue
                 event = event or self._queued()
                 job = self.store.scope(work.namespace).save(
@@ -171,7 +171,7 @@ class WorkerSide:
                 )
             except Exception as error:
                 self.faults.note("save", error)
-                self._report_saved(work, work.start)
+                self._answer(work, work.start)
                 continue
             transfer = _Transfer(work, job, self.clock() + JOB_SECONDS)
             self._saves.setdefault(work.request_id, []).append(transfer)
@@ -180,7 +180,7 @@ class WorkerSide:
         """Return the requests with ended saves, with an ended load, and with a failed load."""
         self._awaited |= plan.awaited
         if plan.is_idle:
-            self._wait_briefly()
+            self._wait_a_moment()
         for request_id, load in list(self._loads.items()):
             if self._is_over(load) and request_id not in self._saves:
                 del self._loads[request_id]
@@ -200,7 +200,7 @@ class WorkerSide:
         failed, self._failed = self._failed, set()
         return sent, received, failed
 
-    def _wait_briefly(self) -> None:
+    def _wait_a_moment(self) -> None:
         jobs = [load.job for load in self._loads.values()]
         jobs += [save.job for name in self._awaited for save in self._saves.get(name, ())]
         if jobs:
@@ -250,8 +250,9 @@ class WorkerSide:
         self._report.failed.add(work.request_id)
         if self.engine.group_count == 1:
             layers = self.engine.layers[0]
-            ids = work.blocks[layers.index]
-            self._invalid_blocks.update(pages_of(ids, layers.page_tokens, loaded, work.stop))
+            self._invalid_blocks |= set(
+                pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
+            )
         else:  # block ids of several groups overlap, so vLLM expects the request id
             self._failed.add(work.request_id)
 
@@ -261,9 +262,9 @@ class WorkerSide:
         present = 0 if stored is None else stored.present * self.engine.block_tokens
         self._counts["saved_tokens"] += max(0, end - save.work.start - present)
         self._counts["dropped_blocks"] += 0 if stored is None else stored.dropped
-        self._report_saved(save.work, end)
+        self._answer(save.work, end)
 
-    def _report_saved(self, work: Work, end: int) -> None:
+    def _answer(self, work: Work, end: int) -> None:
         """Report to the scheduler the number of leading tokens stored after a save."""
         self._report.saved.setdefault(work.request_id, []).append(end)
 
