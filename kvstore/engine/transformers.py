@@ -387,7 +387,7 @@ class TransformersAdapter:
     @property
     def _kv_heads(self) -> int:
         config = self._model.config.get_text_config()
-        # Of Falcon and GPT-BigCode, which ignore other fields then.
+        # Falcon and GPT-BigCode: with multi_query, other fields do not count.
         if getattr(config, "multi_query", False):
             return 1
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

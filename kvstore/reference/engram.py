@@ -160,7 +160,7 @@ class DiskTable:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != row_count * row_bytes:
-                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to create it again"
+                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to regenerate it"
                 raise ValueError(msg)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         # Neighbours of a row are of other n-grams, so read-ahead would read unused rows.
