@@ -1,4 +1,4 @@
-"""Failures inside an adapter: counted, logged once per kind, never raised into the engine."""
+"""Failures of an adapter: counted, logged once per kind, never raised into the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from typing import Any
 from kvstore.errors import KVStoreError
 
 _KINDS = 1024
-"""Most kinds of failure that are logged. It bounds the memory of ``Faults``."""
+"""Most kinds of failure that are logged; bounds the memory of ``Faults``."""
 
 
 class Faults:
-    """Counters of failures by topic, and a log of the first failure of each kind.
+    """Counters of failures by topic, and a log of the first failure of each kind. Threads: any.
 
-    A failing store costs hits. A stopped engine costs every request.
-
-    Threads: any.
+    A failed store causes misses only. An exception in the engine would fail every request.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -31,7 +29,7 @@ class Faults:
     def note(self, work: str, error: BaseException) -> None:
         """Count an exception that ended ``work``, a noun such as ``"save"``.
 
-        The log has the traceback, except for a ``KVStoreError``: its message names the cause.
+        The traceback is logged, except for a ``KVStoreError``, whose message names the cause.
         """
         if self._is_first((work, type(error)), f"{work}_faults"):
             self._log.error(
@@ -42,7 +40,7 @@ class Faults:
             )
 
     def noted(self, work: str) -> _Noted:
-        """Return a context that notes an exception and ends it."""
+        """Return a context manager that notes an exception and suppresses it."""
         return _Noted(self, work)
 
     def report(self, topic: str, detail: str) -> None:
@@ -51,12 +49,11 @@ class Faults:
             self._log.warning("%s: %s; further ones are only counted", topic, detail)
 
     def say(self, message: str, *values: object) -> None:
-        """Log a warning the first time that ``message`` is used. It is not counted."""
+        """Log a warning at the first use of ``message``. It is not counted."""
         if self._is_first((message, Warning)):
             self._log.warning(message, *values)
 
     def _is_first(self, kind: object, topic: str = "") -> bool:
-        """Return whether a failure is the first of its ``kind``; count it under ``topic``."""
         with self._lock:
             if topic:
                 self.counts[topic] += 1

@@ -1,7 +1,7 @@
 """Cache layers of transformers for a prefix hit of a model with sliding layers.
 
-A model builds masks and positions from the sizes that its cache layers report. A layer that reports its
-rows correctly is masked correctly by every attention kernel.
+A model builds masks and positions from the sizes reported by its cache layers. Correct sizes make masks
+correct for every attention kernel.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing_extensions import override
 
 
 class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A sliding-window layer whose rows exist from ``start`` on: the read floor of its sequence.
+    """A sliding-window layer with rows from ``start`` on, the read floor of its sequence.
 
     Transformers' own layer assumes rows from 0 on. At token 100 with a window of 16 it reports 15
-    rows even if it holds fewer, and the mask would admit missing rows.
+    rows even if it has fewer, and the mask would admit missing rows.
 
     Shapes:
         keys and values ``[1, kv_heads, n, head_dim]``, n at most W - 1: the next query adds its own.
@@ -23,21 +23,20 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def __init__(self, sliding_window: int, start: int = 0) -> None:
         super().__init__(sliding_window=sliding_window)
-        # The position of the next token: it counts every token of the sequence, held or not.
-        self.cumulative_length = start
+        self.cumulative_length = start  # position of the next token, counting missing rows too
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next ``query_length`` tokens see, and the first one's position."""
+        """Return the number of keys for the next ``query_length`` tokens, and the first key's position."""
         held = 0 if not self.is_initialized else self.keys.shape[-2]
         visible = min(held, self.sliding_window - 1)
         return visible + query_length, self.cumulative_length - visible
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]
-    """A full-attention layer during a replay: it reads stored rows and drops new ones.
+    """A full-attention layer during a replay, which reads stored rows and drops new ones.
 
-    Replayed tokens have stored keys and values already. A query at ``p`` reads the stored rows of
+    Replayed tokens have stored keys and values already. A query at ``p`` reads the stored rows
     ``[0, p]``: its mask is causal from ``position`` on, as for a cache that ends there.
 
     Shapes:
@@ -65,7 +64,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next ``query_length`` tokens see, and the first one's position."""
+        """Return the number of keys for the next ``query_length`` tokens, and the first key's position."""
         return self.position + query_length, 0
 
     @override

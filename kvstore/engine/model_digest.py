@@ -1,4 +1,4 @@
-"""Identity of a transformers model: a digest of everything in it that decides a key or a value."""
+"""Identity of a transformers model: a digest of all its state that decides keys and values."""
 
 from __future__ import annotations
 
@@ -20,29 +20,16 @@ from kvstore.engine.rope import RopeTables
 from kvstore.errors import ConfigError
 
 WHOLE = 1024
-"""A tensor of at most so many numbers is compared whole at each request: rope tables, scales, biases."""
+"""Most numbers of a tensor that is compared whole at each request: rope tables, scales, biases."""
 SAMPLES = 32
-"""Evenly spread numbers of a larger tensor that are compared. Each is a miss of the processor's caches:
-with 64, they took half of the time of a request's comparison, for a model of 300 tensors."""
+"""Evenly spaced numbers of a larger tensor that are compared. Each is a miss of the processor's caches:
+64 made up half of a request's comparison time, for a model of 300 tensors."""
 
 _LABELS = frozenset(
     {
-        "_commit_hash",
-        "_ep_plan",
-        "_fsdp_plan",
-        "_is_hf_initialized",
-        "_name_or_path",
-        "_pp_plan",
-        "_tp_plan",
-        "_use_kernels",
-        "_weight_conversions",
-        "architectures",
-        "dtype",
-        "model_type",
-        "name_or_path",
-        "torch_dtype",
-        "transformers_version",
-        "warnings_issued",
+        *("_commit_hash", "_ep_plan", "_fsdp_plan", "_is_hf_initialized", "_name_or_path"),
+        *("_pp_plan", "_tp_plan", "_use_kernels", "_weight_conversions", "architectures", "dtype"),
+        *("model_type", "name_or_path", "torch_dtype", "transformers_version", "warnings_issued"),
     }
 )
 """Attributes that change no computation, or repeat facts of the parameters."""
@@ -52,25 +39,23 @@ _SKIPPED = _LABELS | (frozenset(vars(torch.nn.Module())) - {"training"})
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, Enum)
 _DENSE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DEEPEST = 12
-"""Most levels of nested containers that are read. It ends the walk of a container that holds itself."""
+"""Most levels of nested containers that are read; ends the walk of a container that contains itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The present state of a model; equal states compute equal keys and values."""
+    """Present state of a model; equal states compute equal keys and values."""
 
     settings: bytes
     """Digest of classes, attributes and settings of torch; equal in every process."""
     stamps: Mapping[str, tuple[object, ...]]
-    """By tensor name, values that differ after a change of the tensor; valid in this process only."""
+    """Stamps by tensor name, which change with the tensor; valid in this process only."""
 
 
 class ModelIdentity:
-    """A model's identity, which follows changes of the model.
+    """Identity of a model, updated at changes of the model. Threads: one at a time.
 
-    ``given`` names the model in its present state; without it, every number of the model is read.
-
-    Threads: one thread at a time.
+    ``given`` names the model's present state; without it, every number of the model is read.
 
     Raises:
         ConfigError: if some tensors of the model are not in memory.
@@ -81,27 +66,27 @@ class ModelIdentity:
         self.ropes = RopeTables(model)
         self._digests: dict[str, tuple[object, bytes]] = {}
         self._given = given
-        self._first = self._last = self._follow(None)
+        self._first = self._last = self._update(None)
 
     def weights(self, length: int = 1) -> str:
-        """Return ``Namespace.weights`` of the model in its present state, for a request of ``length`` tokens.
+        """Return ``Namespace.weights`` of the model's present state, for a request of ``length`` tokens.
 
         It covers parameters and buffers, adapters, attributes of modules, the config, hooks, settings
-        of torch, and the rope tables that transformers uses for this length. It misses a write that
-        bypasses autograd (through ``.data`` or NumPy) to numbers that are not sampled.
+        of torch, and the rope tables that transformers uses for this length. A write that bypasses
+        autograd (through ``.data`` or NumPy) is not detected in numbers that are not sampled.
 
         Cost: without a change one walk of the modules and one copy of the samples, 4 to 10
-            microseconds a module; after a change, changed tensors are read whole.
+            microseconds per module; changed tensors are read whole.
 
         Raises:
             ConfigError: if the model is in training mode with dropout: its results are random.
         """
-        self._last = self._follow(self._last)
+        self._last = self._update(self._last)
         table = self.ropes.digest(length)
         return self._weights if table == self.ropes.digest(1) else f"{self._weights}+{table.hex()}"
 
-    def _follow(self, last: _State | None) -> _State:
-        """Return the present state; if it differs from ``last``, compute its name."""
+    def _update(self, last: _State | None) -> _State:
+        """Return the present state; compute its name if it differs from ``last``."""
         self.ropes.reset()
         state, tensors = _read(self._model)
         if last is None and self._given is not None:
@@ -111,7 +96,7 @@ class ModelIdentity:
         return state
 
     def _name(self, state: _State, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Return the name of a state: of all tensors, or of those changed since ``given`` was given."""
+        """Return the name of a state: a digest of all tensors, or ``given`` and one of changed tensors."""
         if self._given is not None and state == self._first:
             return self._given
         digest = hashlib.sha256(b"kvstore.model.3" + state.settings)
@@ -123,7 +108,6 @@ class ModelIdentity:
         return found if self._given is None else f"{self._given}+{found}"
 
     def _content(self, name: str, stamp: object, tensor: torch.Tensor) -> bytes:
-        """Return a digest of a tensor, which is read only if its stamp changed."""
         known, content = self._digests.get(name, (None, b""))
         if known != stamp:
             content = _content(name, tensor)
@@ -133,7 +117,7 @@ class ModelIdentity:
 
 @torch.no_grad()
 def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
-    """Return the state of a model, and its tensors by their names in the state."""
+    """Return the state of a model, and its tensors by name."""
     tensors: dict[str, torch.Tensor] = {}
     lines = [f"transformers {transformers.__version__}", *_torch_settings(model)]
     describe = _Description(tensors).of
@@ -148,7 +132,7 @@ def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
         for key in sorted(values.keys() - _SKIPPED):
             lines += (f"{key}={describe(values[key], f'{name}.{key}')}",)
         for key in _HOOKS:
-            if values[key]:  # their keys are numbers of this process; only their order counts
+            if values[key]:  # without their keys, which differ between processes
                 lines += (f"{key}={describe(list(values[key].values()), f'{name}.{key}')}",)
     parts = dict(part for name, tensor in tensors.items() for part in _flat(name, tensor))
     settings = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -156,7 +140,7 @@ def _read(model: Any) -> tuple[_State, dict[str, torch.Tensor]]:
 
 
 def _torch_settings(model: Any) -> Iterator[str]:
-    """Yield settings of torch that choose dtypes or kernels, without facts of the machine."""
+    """Yield the settings of torch that choose dtypes or kernels, without facts of the machine."""
     device = model.device.type
     is_casting = torch.is_autocast_enabled(device)
     yield f"autocast {is_casting} {torch.get_autocast_dtype(device)}"
@@ -190,14 +174,14 @@ def _check_dropout(name: str, module: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Describes values as text, equal for values that compute the same, and collects their tensors."""
+    """Describes values as text, equal for equal computations, and collects their tensors."""
 
     tensors: dict[str, torch.Tensor]
     seen: dict[int, str] = field(default_factory=dict)
-    """Descriptions by ``id``: every layer holds the same config."""
+    """Descriptions by ``id``, because every layer refers to the same config."""
 
     def of(self, value: Any, name: str, depth: int = 0) -> str:
-        known = self.seen.get(id(value))  # first: a config answers isinstance slowly
+        known = self.seen.get(id(value))  # first, because isinstance of a config is slow
         if known is not None:
             return known
         if isinstance(value, _PLAIN):
@@ -240,7 +224,7 @@ def _name_of(kind: Any) -> str:
 
 
 def _flat(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the plain tensors of a tensor; a quantised one has several."""
+    """Return the plain tensors of a tensor; a quantized one has several."""
     if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
         return [(name, tensor)]
     inner, context = tensor.__tensor_flatten__()
@@ -249,10 +233,10 @@ def _flat(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _stamps(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[object, ...]]:
-    """Return for each tensor a stamp that differs after a change.
+    """Return a stamp of each tensor, which changes with the tensor.
 
-    The stamp of a small tensor has its numbers; that of a large one has its address, autograd's count
-    of writes, and a sample.
+    It has all numbers of a small tensor; of a large one the address, autograd's count of writes, and a
+    sample.
     """
     samples: dict[tuple[object, ...], list[torch.Tensor]] = defaultdict(list)
     owners: dict[tuple[object, ...], list[tuple[str, int]]] = defaultdict(list)

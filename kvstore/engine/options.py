@@ -1,4 +1,4 @@
-"""Options of an adapter: plain data in an engine's configuration, checked by name before use."""
+"""Options of adapters: plain data in an engine's configuration, checked by name and type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 
 T = TypeVar("T")
 UNCHECKED = "unchecked"
-"""Value in place of the digest of the weights: the operator guarantees that the name identifies them."""
+"""In place of a digest of the weights: the operator guarantees that the model's name identifies them."""
 
 
 def engine_missing(extra: str, engine: str, error: ImportError) -> NoReturn:
@@ -26,7 +26,7 @@ def engine_missing(extra: str, engine: str, error: ImportError) -> NoReturn:
 
 
 def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ``ConfigError`` for an unknown option; ``where`` is the engine's name of the options."""
+    """Raise ``ConfigError`` for an unknown option; ``where`` names the options in the engine."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         msg = f"{where}: {unknown[0]!r} is unknown, expected some of {', '.join(known)}"
@@ -34,12 +34,12 @@ def check_names(where: str, given: Mapping[str, Any], known: Collection[str]) ->
 
 
 def options_of(kind: type[T], where: str, given: Mapping[str, Any], weights: str = "") -> T:
-    """Return ``given`` as a ``kind``: a dataclass whose fields of one type are checked by that type.
+    """Return ``given`` as a dataclass ``kind``, whose ``str``, ``bool`` and ``int`` fields are checked.
 
-    ``weights`` names the option that identifies the weights, if there is one.
+    ``weights`` names the option that identifies the weights, if any.
 
     Raises:
-        ConfigError: naming the option, and ``where`` it is in the engine's configuration.
+        ConfigError: naming the option and ``where``, its place in the engine's configuration.
     """
     types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     check_names(where, given, types)
@@ -54,11 +54,8 @@ def options_of(kind: type[T], where: str, given: Mapping[str, Any], weights: str
     return kind(**given)
 
 
-_CHECKS: Mapping[str, Callable[..., object]] = {
-    "str": text,
-    "bool": flag,
-    "int": partial(integer, low=1),
-}
+_INTEGER = partial(integer, low=1)
+_CHECKS: Mapping[str, Callable[..., object]] = {"str": text, "bool": flag, "int": _INTEGER}
 
 
 def check_weights(where: str, name: str, given: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Decisions for an engine with paged KV and step scheduling, as functions of plain values.
 
-Positions are token positions of one request. A *page* is a block of the engine, of ``page_tokens``
-tokens; a *block* is a block of kvstore.
+Positions are tokens of one request. A *page* is a block of the engine; a *block* is one of kvstore.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from kvstore.checks import flag, is_number
 from kvstore.errors import ConfigError
 
 LEAST_BLOCK_TOKENS = 128
-"""Fewest tokens of a block: fewer make reads slow, more make hits shorter."""
+"""Fewest tokens of a block: with fewer, reads are slow; with more, hits are shorter."""
 
 
 def block_tokens_for(page_tokens: Collection[int]) -> int:
-    """Return the block size that is a whole number of pages of every group of an engine.
-
-    A hit then always ends where a page ends, which is where an engine can take it over.
-    """
+    """Return the block size: whole pages of every group, so that hits end at page boundaries."""
     return math.lcm(LEAST_BLOCK_TOKENS, *page_tokens)
 
 
@@ -33,27 +29,23 @@ class Hints:
     """Options of a request for its own blocks."""
 
     store: bool = True
-    """False: load stored blocks, but store none of this request."""
+    """Whether to store this request's blocks; stored blocks are loaded in any case."""
     pin: bool = False
     ttl: float | None = None
-    """Seconds to keep its blocks; None until eviction."""
+    """Lifetime of its blocks in seconds, None until eviction."""
 
     @classmethod
-    def of(cls, wishes: object) -> Hints:
-        """Return the hints of a request, given as a mapping of the fields of this class.
-
-        Raises:
-            ConfigError: for another type, an unknown field or a wrong value.
-        """
-        if wishes is None:
+    def of(cls, given: object) -> Hints:
+        """Return the hints in a mapping of this class's fields. Raises ``ConfigError``."""
+        if given is None:
             return cls()
-        if not isinstance(wishes, Mapping):
-            msg = f"hints must be a mapping such as {{'ttl': 60}}, found {type(wishes).__name__}"
+        if not isinstance(given, Mapping):
+            msg = f"hints must be a mapping such as {{'ttl': 60}}, found {type(given).__name__}"
             raise ConfigError(msg)
-        unknown = sorted(str(name) for name in wishes if name not in ("store", "pin", "ttl"))
+        unknown = sorted(str(name) for name in given if name not in ("store", "pin", "ttl"))
         if unknown:
             raise ConfigError(f"unknown hints {', '.join(unknown)}, expected store, pin or ttl")
-        values: dict[str, Any] = dict(wishes)
+        values: dict[str, Any] = dict(given)
         for name in ("store", "pin"):
             flag(values.get(name, False), f"hint {name}", ConfigError)
         ttl = values.get("ttl")
@@ -63,11 +55,10 @@ class Hints:
 
 
 def final_tokens(known: int, computed: int, scheduled: int) -> int:
-    """Return how many leading tokens have final KV after the planned step.
+    """Return the number of leading tokens with final KV after the planned step.
 
-    ``known`` counts the tokens that the engine has accepted: a draft after them may be rejected and
-    its KV overwritten. ``computed`` and ``scheduled`` count the tokens computed before this step and
-    in it, drafts included.
+    ``known`` tokens are accepted by the engine; KV of a draft after them may be overwritten.
+    ``computed`` and ``scheduled`` count tokens computed before this step and in it, with drafts.
     """
     return min(known, computed + scheduled)
 
@@ -76,21 +67,21 @@ def final_tokens(known: int, computed: int, scheduled: int) -> int:
 class Saving:
     """Progress of the saves of one request.
 
-    At most one save of a request is pending: tokens that a busy store does not take become part of
-    one larger save later, and there are never more saves than requests.
+    At most one save of a request is pending, so there are never more saves than requests. Tokens that a
+    busy store drops become part of a later, larger save.
     """
 
     saved: int = 0
-    """Leading tokens that are stored: found so, or reported by every writer."""
+    """Leading tokens that are stored: found by a lookup, or reported by every writer."""
     pending: int | None = None
     """End of the pending save."""
     _offered: int = 0
-    """End of the last save, whether it succeeded or not."""
+    """End of the last save, successful or not."""
     _unanswered: int = 0
     _least: int = 0
 
     def start(self, final: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
-        """Return the span ``[start, stop)`` to save now, which is then pending, or None."""
+        """Return the span ``[start, stop)`` to save now, and mark it as pending; None without one."""
         stop = final // block_tokens * block_tokens
         if self.pending is not None or stop <= max(self.saved, self._offered):
             return None
@@ -99,10 +90,10 @@ class Saving:
         return self.saved, stop
 
     def finish(self, final: int, block_tokens: int, writers: int) -> tuple[int, int] | None:
-        """Return the unsaved span of a request that ends, also while a save is pending."""
+        """Return the unsaved span of a request at its end, also while a save is pending."""
         begun, unanswered = self.pending, self._unanswered
         self.saved, self.pending = max(self.saved, begun or 0), None
-        self._offered = 0  # dropped blocks are offered a last time
+        self._offered = 0  # to offer dropped blocks a last time
         span = self.start(final, block_tokens, writers)
         if span is None:
             self.pending = begun
@@ -111,9 +102,9 @@ class Saving:
         return span
 
     def answer(self, end: int) -> None:
-        """Record up to where one writer stored the pending save.
+        """Record the end of one writer's stored part of the pending save.
 
-        Blocks that a full queue dropped are offered again with the next block of the request.
+        Blocks dropped by a full queue are offered again with the next block of the request.
         """
         if self.pending is None:
             return
@@ -125,9 +116,9 @@ class Saving:
 
 
 def window_boundaries(before: int, final: int, prompt: int, block_tokens: int) -> tuple[int, ...]:
-    """Return the block boundaries in ``(before, final]`` at which to take windows, at most two.
+    """Return the block boundaries in ``(before, final]`` at which to copy windows, at most two.
 
-    A later request can continue there: the last boundary of the prompt of ``prompt`` tokens, the one
+    They are where a later request can continue: the last boundary of the ``prompt`` tokens, the one
     before it if the prompt ends on a boundary (an exact repeat has to compute its last token), and the
     last boundary of the output so far.
     """
@@ -139,9 +130,9 @@ def window_boundaries(before: int, final: int, prompt: int, block_tokens: int) -
 
 @dataclass(frozen=True, slots=True)
 class WindowPages:
-    """The pages of a window that ends at a block boundary.
+    """Pages of a window that ends at a block boundary.
 
-    ``[start, stop)`` are whole pages of every group; ``first`` is the first token whose row is needed.
+    ``[start, stop)`` are whole pages of every group; ``first`` is the first token with a needed row.
     A query reads W tokens, its own included, so W - 1 rows before ``stop``.
     """
 
@@ -157,10 +148,9 @@ class WindowPages:
         return cls(first // unit * unit, stop, first)
 
     def needed(self, page_tokens: int, floor: int = 0) -> tuple[int, int]:
-        """Return the numbers ``[first, stop)`` of the pages that hold needed rows from ``floor`` on.
+        """Return the range ``[first, stop)`` of pages with needed rows from ``floor`` on.
 
-        Pages below ``floor`` are left out: the engine shares them with other requests. It may have
-        freed the pages before the first needed one.
+        Pages below ``floor`` are shared with other requests. The engine may have freed earlier pages.
         """
         return max(self.first, floor) // page_tokens, self.stop // page_tokens
 
@@ -168,23 +158,21 @@ class WindowPages:
 def images_within(
     images: Collection[kvstore.ImageSpan], tokens: int
 ) -> tuple[kvstore.ImageSpan, ...]:
-    """Return the spans of ``images`` in the first ``tokens`` tokens, the last one cut to fit."""
-    return tuple(
-        replace(image, stop=min(image.stop, tokens)) for image in images if image.start < tokens
-    )
+    """Return the spans of ``images`` in the first ``tokens`` tokens, the last one truncated."""
+    return tuple(replace(i, stop=min(i.stop, tokens)) for i in images if i.start < tokens)
 
 
 def pages_of(page_ids: Sequence[int], page_tokens: int, start: int, stop: int) -> list[int]:
-    """Return the ids of the pages that hold tokens ``[start, stop)``."""
+    """Return the ids of the pages with tokens ``[start, stop)``."""
     return list(page_ids[start // page_tokens : -(-stop // page_tokens)])
 
 
 def longest_pooled(
     ranks: Sequence[tuple[Sequence[bytes], Collection[bytes]]], hit_blocks: int
 ) -> int:
-    """Return the most blocks, up to ``hit_blocks``, at whose end every rank has a pooled window.
+    """Return the largest block count, up to ``hit_blocks``, with a pooled window at its end in every rank.
 
-    A rank is the block hashes of a request in its store, and the hashes of its pooled windows.
+    ``ranks`` has the block hashes of the request, and the hashes of the pooled windows, of each rank.
     """
     for count in range(hit_blocks, 0, -1):
         if all(hashes[count - 1] in pooled for hashes, pooled in ranks):
@@ -193,10 +181,10 @@ def longest_pooled(
 
 
 def shard_of(rank: int, replicas: int) -> int:
-    """Return the rank that stores the KV of ``rank``: the first of ``replicas`` equal ones."""
+    """Return the writing rank for the KV of ``rank``: the first of ``replicas`` equal ones."""
     return rank - rank % replicas
 
 
 def shard_name(rank: int, ranks: int) -> str:
-    """Return the name of a rank's folder."""
+    """Return the directory name of a rank."""
     return f"rank-{rank}-of-{ranks}"

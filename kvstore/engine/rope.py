@@ -1,8 +1,8 @@
 """Rope tables that transformers chooses by length: ``longrope`` and ``dynamic``.
 
 Transformers chooses by the last position of one call and, for ``dynamic``, by earlier calls. A chunked
-prefill would rotate its keys by several tables, and a request would inherit the table of the one before
-it. Here a request has one table: that of a fresh model that gets the whole request in one call.
+prefill would rotate its keys by several tables, and a request would inherit the table of an earlier one.
+Here a request has one table: that of a newly loaded model called once with the whole request.
 """
 
 from __future__ import annotations
@@ -20,42 +20,41 @@ from kvstore.errors import ConfigError
 
 @dynamic_rope_update  # type: ignore[untyped-decorator]
 def _update(*_: object, **__: object) -> None:
-    """Choose the table of a rope module as transformers does, without the rotation that follows."""
+    """Choose the table of a rope module as transformers does, without rotating."""
 
 
 def _by_length(rope_type: object) -> bool:
-    """Return whether transformers changes tables of this type by length."""
     return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
 
 
 class RopeTables:
-    """The rope modules of a model whose tables depend on length; most models have none.
+    """Rope modules of a model whose tables depend on length; most models have none.
 
     Raises:
-        ConfigError: if its config asks for such tables and no module has them as transformers does.
+        ConfigError: if the config requires such tables, and no module chooses them as transformers does.
     """
 
     def __init__(self, model: Any) -> None:
         self._parts: list[tuple[Any, str | None]] = []
-        strange = []
+        unsupported = []
         for module in model.modules():
             found = getattr(module, "rope_type", None)
             kinds = found if isinstance(found, dict) else {None: found}
             found = [(module, name) for name, kind in kinds.items() if _by_length(kind)]
             if found and not hasattr(type(module).forward, "__wrapped__"):
-                strange.append(type(module).__name__)
+                unsupported.append(type(module).__name__)
             self._parts += found
-        asked = sorted(filter(_by_length, _rope_types(model.config.to_dict())))
-        if strange or (asked and not self._parts):
+        types = sorted(filter(_by_length, _rope_types(model.config.to_dict())))
+        if unsupported or (types and not self._parts):
+            forwards = f"undecorated forwards of {', '.join(unsupported)}"
             msg = (
-                f"rope tables depend on length ({', '.join(asked) or 'rope_type of a module'}), and "
-                f"{', '.join(strange) or f'no module of {type(model).__name__}'} chooses them as "
-                "transformers does, expected forwards decorated by its dynamic_rope_update; use this "
-                "model without a cache"
+                f"rope tables depend on length ({', '.join(types) or 'rope_type of a module'}): found "
+                f"{forwards if unsupported else f'no such module in {type(model).__name__}'}, expected "
+                "forwards decorated by transformers' dynamic_rope_update; use this model without a cache"
             )
             raise ConfigError(msg)
         for module, layer_type in self._parts:
-            _normalise(module, layer_type)
+            _normalize(module, layer_type)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -66,9 +65,9 @@ class RopeTables:
             _choose(module, layer_type, 1)
 
     def digest(self, length: int) -> bytes:
-        """Return a digest of the tables of a request of ``length`` tokens; empty without tables.
+        """Return a digest of the tables for ``length`` tokens, empty without tables.
 
-        Cost: some tens of microseconds for each module.
+        Cost: some tens of microseconds per module.
         """
         if not self._parts:
             return b""
@@ -83,9 +82,9 @@ class RopeTables:
         return digest.digest()
 
     def last_under(self, length: int, most: int) -> int:
-        """Return the largest length, up to ``most``, with the tables of a request of ``length``.
+        """Return the largest length, up to ``most``, with the tables of ``length``.
 
-        A request never returns to an earlier table: its length only grows.
+        Lengths only grow, so a request never returns to an earlier table.
 
         Cost: two digests, or about twenty if the table changes.
         """
@@ -102,19 +101,17 @@ class RopeTables:
 
     @contextmanager
     def request(self, length: int) -> Iterator[None]:
-        """Use the tables of a request of ``length`` tokens for calls of the model in the context.
+        """Use the tables of a request of ``length`` tokens for model calls in the context."""
 
-        The modules choose as if each call contained the request's last token.
-        """
-
-        def ask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Modules choose by the last position of a call, so the request's last one is added to each.
+        def add_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x, positions, *rest = (*args, *(kwargs.pop(n) for n in _NAMES if n in kwargs))
             layer_type = rest[0] if rest else None
             _choose(module, layer_type, 1)
             last = positions.new_full((*positions.shape[:-1], 1), length - 1)
             return (x, torch.cat([positions, last], dim=-1), *rest), kwargs
 
-        def answer(_module: Any, _args: Any, rotation: Any) -> Any:
+        def drop_last(_module: Any, _args: Any, rotation: Any) -> Any:
             if isinstance(rotation, torch.Tensor):
                 return rotation[..., :-1, :]
             return tuple(part[..., :-1, :] for part in rotation)
@@ -122,8 +119,8 @@ class RopeTables:
         with ExitStack() as stack:
             for module in {id(module): module for module, _ in self._parts}.values():
                 handles = (
-                    module.register_forward_pre_hook(ask, with_kwargs=True),
-                    module.register_forward_hook(answer),
+                    module.register_forward_pre_hook(add_last, with_kwargs=True),
+                    module.register_forward_hook(drop_last),
                 )
                 for handle in handles:
                     stack.callback(handle.remove)
@@ -135,10 +132,7 @@ _NAMES = ("x", "position_ids", "layer_type")
 
 
 def _choose(module: Any, layer_type: str | None, length: int) -> None:
-    """Make a module choose its table for a call whose last token is number ``length - 1``.
-
-    With length 1 it returns to its first table.
-    """
+    """Make a module choose its table for ``length`` tokens; with length 1 its first table."""
     device = next(module.buffers()).device
     positions = torch.tensor([[length - 1]], device=device)
     arguments = {} if layer_type is None else {"layer_type": layer_type}
@@ -146,10 +140,10 @@ def _choose(module: Any, layer_type: str | None, length: int) -> None:
         _update(module, positions, positions, **arguments)
 
 
-def _normalise(module: Any, layer_type: str | None) -> None:
-    """Give a module the attributes that transformers sets at the first change of its table.
+def _normalize(module: Any, layer_type: str | None) -> None:
+    """Set the attributes that transformers sets at the first change of a table.
 
-    After that every request leaves the module in the same state.
+    After this, every request leaves the module in the same state.
     """
     _choose(module, layer_type, 1)
     table = getattr(module, _table_name(layer_type)).clone()
@@ -163,7 +157,7 @@ def _table_name(layer_type: str | None) -> str:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return every rope type that a config names, at any depth."""
+    """Return all rope types in a config, at any depth."""
     if not isinstance(config, dict):
         return set()
     found = {config["rope_type"]} if isinstance(config.get("rope_type"), str) else set()

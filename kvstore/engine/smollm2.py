@@ -1,6 +1,6 @@
-"""The demo model, SmolLM2-135M-Instruct: finding, converting and loading it.
+"""Demo model SmolLM2-135M-Instruct: search, conversion and loading.
 
-The model is a GGUF file in a Python package. Loading it takes many seconds, so it is converted once to
+The model is a GGUF file in a Python package. It loads slowly, in many seconds, so it is converted once to
 a folder of safetensors in the user's cache directory.
 """
 
@@ -33,11 +33,7 @@ CONVERSION = 1
 
 
 def find_gguf() -> Path:
-    """Return the model's file, without importing its package.
-
-    Raises:
-        ConfigError: naming the command that installs a missing package.
-    """
+    """Return the model's file, without an import. Raises ``ConfigError`` with the install command."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         msg = (
@@ -57,10 +53,10 @@ def find_gguf() -> Path:
     raise ConfigError(msg)
 
 
-def prepare(say: Callable[[str], None]) -> Path:
-    """Return the folder of the converted model for :func:`load`; convert the model if it is missing.
+def prepare(report: Callable[[str], None]) -> Path:
+    """Return the folder of the converted model, for :func:`load`; convert the model if it is missing.
 
-    A digest of the GGUF file is in the folder's name, so another model has another folder.
+    The folder's name has a digest of the GGUF file, so another model has another folder.
     """
     gguf = find_gguf()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -68,7 +64,7 @@ def prepare(say: Callable[[str], None]) -> Path:
     folder = parent / f"{NAME}-{CONVERSION}-{kvstore.weights_digest(gguf)[:16]}"
     if (folder / "model.safetensors").is_file():
         return folder
-    say(f"converting {gguf.name} once, to {folder}")
+    report(f"converting {gguf.name} once, to {folder}")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="converting-", dir=parent))
@@ -77,7 +73,7 @@ def prepare(say: Callable[[str], None]) -> Path:
         raise ConfigError(msg) from error
     try:
         _convert(gguf, scratch)
-        # Another process may have made an equal folder first.
+        # Another process may have created an equal folder first.
         with contextlib.suppress(OSError):
             scratch.rename(folder)
     finally:
@@ -106,7 +102,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             gguf.parent, dtype=torch.bfloat16, **source
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
-        # A model read from GGUF cannot be saved; a plain model with its weights can.
+        # A model read from GGUF cannot be saved, unlike a plain model with its weights.
         config = loaded.config.to_dict()
         config.pop("quantization_config", None)
         plain = type(loaded)(type(loaded.config)(**config))
@@ -117,7 +113,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """The loaded model with its tokenizer and namespace."""
+    """Loaded model with tokenizer and namespace."""
 
     model: Any
     tokenizer: Any
@@ -136,7 +132,7 @@ def load(folder: Path, dtype: str) -> DemoModel:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     namespace = kvstore.Namespace(
         model=NAME,
-        # The dtype decides KV as well; it is in the layout, which every block hash covers.
+        # Without the dtype, which is in the layout, covered by every block hash.
         weights=kvstore.weights_digest(folder),
         tokenizer=f"{type(tokenizer).__name__} of {folder.name}",
     )
@@ -144,10 +140,10 @@ def load(folder: Path, dtype: str) -> DemoModel:
 
 
 def fastest_dtype() -> str:
-    """Return the dtype that this machine multiplies faster: ``"bfloat16"`` or ``"float32"``.
+    """Return the dtype with faster products on this machine, by measurement: ``"bfloat16"`` or ``"float32"``.
 
-    It is measured: CPUs without BF16 instructions are up to ten times slower in BF16, and torch has no
-    public function that reports these instructions.
+    CPUs without BF16 instructions, which no public function of torch reports, are up to ten times slower
+    in BF16.
     """
     import torch
 

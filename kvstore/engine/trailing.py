@@ -1,4 +1,4 @@
-"""Trailing pages (window KV, recurrent states): an LRU pool in host memory, under the engine's keys.
+"""LRU pool in host memory for trailing pages: window KV and recurrent states, under the engine's keys.
 
 They are useful for minutes and never written to a persistent tier. A missing page is recomputed.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 PageKey = tuple[str, bytes]
-"""The pool's name and the caller's key."""
+"""Pool name and the caller's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,11 @@ class _Page:
 
 
 class TrailingPages:
-    """Pages by key; the least recently used is evicted first.
+    """Pages by key, evicted in order of last use. Threads: any.
 
     Invariants:
-        The bytes of all pages never exceed ``capacity_bytes``. No page is served ``ttl_seconds``
-        after it was put.
-
-    Threads: any.
+        The bytes of all pages never exceed ``capacity_bytes``. A page expires ``ttl_seconds`` after
+        ``put``.
     """
 
     def __init__(self, capacity_bytes: int, ttl_seconds: float, clock: Callable[[], float]) -> None:
@@ -45,7 +43,7 @@ class TrailingPages:
         self.expired = 0
 
     def put(self, key: PageKey, data: Bytes) -> bool:
-        """Keep a copy of a page in place of an older one; return whether it fits."""
+        """Store a copy of a page, replacing an older one; return whether it fits."""
         if data.nbytes > self._capacity:
             return False
         page = _Page(data.copy(), self._clock() + self._ttl)
@@ -59,7 +57,7 @@ class TrailingPages:
         return True
 
     def get(self, key: PageKey, target: Bytes) -> bool:
-        """Copy a page to ``target`` if it has the same size; return whether it was copied."""
+        """Copy a page to a ``target`` of its size; return whether it was copied."""
         with self._lock:
             page = self._live(key)
             if page is None or page.data.nbytes != target.nbytes:
@@ -69,7 +67,7 @@ class TrailingPages:
         return True
 
     def has(self, key: PageKey) -> bool:
-        """Return whether a page is in the pool. It may be evicted at any time after."""
+        """Return whether a page is in the pool. It may be evicted at any later time."""
         with self._lock:
             return self._live(key) is not None
 

@@ -1,13 +1,12 @@
-"""Adapter of transformers: stores the KV cache of a model in a prefix cache, and restores it.
+"""Adapter for transformers: stores the KV cache of a model in a prefix cache, and restores it.
 
-Keys and values of full-attention layers are GLOBAL. Those of sliding layers are window KV: taken at
-block boundaries, put into the window pool, and rebuilt by bounded replay if the pool has evicted them.
+Keys and values of full-attention layers are GLOBAL. Those of sliding layers are window KV: copied at
+block boundaries to the window pool, and rebuilt by bounded replay if the pool has evicted them.
 
-A prefill from restored entries and a cold prefill give equal bits if both are chunked at the same
-position: matrix products of other shapes may round differently. So every prefill is chunked at the last
-block boundary before its last token, where a later prefill of the same prompt can start. With sliding
-layers this holds for a pooled window. A replayed window differs: its first rows were computed without
-the rows before the replay.
+A prefill from restored entries and a cold prefill have bit-identical results if both are chunked at the
+same position, because matrix products of other shapes may round differently. So every prefill is chunked
+at the last block boundary before its last token, where a later prefill of the same prompt can start. With
+sliding layers this requires a pooled window: the first rows of a replayed one lack the rows before it.
 """
 
 from __future__ import annotations
@@ -41,22 +40,21 @@ _log = logging.getLogger(__name__)
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 WindowSource = Literal["pool", "replay", "none"]
 Stage = Literal["lookup", "read", "restore", "forward"]
-"""The stages of a prefill, in order. Without a lookup there is only the last."""
+"""Stages of a prefill, in order; only the last without a lookup."""
 
 KEYS, VALUES = "k", "v"
-"""Names of the GLOBAL groups of a layout: full-attention layers."""
+"""GLOBAL groups of a layout: full-attention layers."""
 WINDOW_KEYS, WINDOW_VALUES = "k_window", "v_window"
-"""Names of the WINDOW groups of a layout: sliding layers."""
+"""WINDOW groups of a layout: sliding layers."""
 _NUMBERS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Entry formats of plain numbers, to which rows are copied without a codec."""
+"""Entry formats of plain numbers, which need no codec."""
 
 
 def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) -> kvstore.Layout:
-    """Return the layout of a loaded model, in the model's KV dtype unless ``dtype`` names another format.
+    """Return the layout of a loaded model. ``dtype`` names an entry format; the model's dtype by default.
 
     Raises:
-        ConfigError: if the model does not cache plain keys and values in every layer, or only in
-            layers with a sliding window.
+        ConfigError: if a layer does not cache plain keys and values, or every layer is sliding.
     """
     found = kvstore.layout(_config(model, str(model.dtype).removeprefix("torch.")), dtype=dtype)
     if not {group.name for group in found.groups} <= {KEYS, VALUES, WINDOW_KEYS, WINDOW_VALUES}:
@@ -71,15 +69,14 @@ def model_layout(model: Any, *, dtype: str | Mapping[str, str] | None = None) ->
 def model_namespace(model: Any, *, tenant: str = "", tokenizer: str = "") -> kvstore.Namespace:
     """Return the namespace of a loaded model. It depends on the model's computation, not on its name.
 
-    ``weights`` is a digest of the model in its present state: every parameter and buffer with all its
-    values, adapters and which of them are active, the config, attributes of modules, hooks, and the
-    settings of torch that choose dtypes or kernels.
+    ``weights`` is a digest of the model's present state: all values of parameters and buffers, adapters
+    and which of them are active, the config, attributes of modules, hooks, and the settings of torch
+    that choose dtypes or kernels.
 
     Raises:
         ConfigError: as ``ModelIdentity``.
 
-    Cost: reads all parameters once, at the speed of memory; those on a device are copied to the host
-        one by one.
+    Cost: one read of all parameters at memory speed; those on a device are copied one by one.
     """
     return _namespace(model, ModelIdentity(model), tenant, tokenizer)
 
@@ -105,11 +102,11 @@ def open_adapter(
     dtype: str | Mapping[str, str] | None = None,
     **options: Any,
 ) -> Iterator[TransformersAdapter]:
-    """Open the cache in directory ``path`` for a loaded model, and close it again.
+    """Context manager with the cache in directory ``path``, opened for a loaded model.
 
     ``namespace`` defaults to ``model_namespace(model, tenant=tenant)`` at each request. A given
-    namespace must identify the model in its present state; later changes of the model are detected.
-    ``dtype`` defaults to the model's own number format; ``options`` are those of ``PrefixCache.open``.
+    namespace must identify the model's present state; later changes of the model are detected.
+    ``dtype`` is as for ``model_layout``; ``options`` are those of ``PrefixCache.open``.
 
     Raises:
         ConfigError: for an unknown option, or a model that is not a loaded one.
@@ -131,7 +128,7 @@ def _check_opening(
         msg = f"model must be a loaded transformers model, found {type(model).__name__}"
         raise ConfigError(msg)
     if namespace is not None and tenant:
-        msg = f"found tenant {tenant!r} and a namespace, which has a tenant of its own; give one of the two"
+        msg = f"found tenant {tenant!r} and a namespace, which has its own tenant; expected one of the two"
         raise ConfigError(msg)
     known = [*inspect.signature(open_adapter).parameters][1:-1]
     known += [*inspect.signature(kvstore.PrefixCache.open).parameters]
@@ -140,12 +137,12 @@ def _check_opening(
 
 
 class CausalModel:
-    """Calls of a causal language model on consecutive tokens.
+    """Forward passes of a causal language model over consecutive tokens.
 
-    The result of a call depends on its arguments only: no request inherits rope tables of another.
+    A result depends on the arguments only: rope tables are not inherited from an earlier request.
 
     Raises:
-        ConfigError: if its forward takes neither ``cache`` nor ``past_key_values``.
+        ConfigError: if the model's forward has neither ``cache`` nor ``past_key_values``.
     """
 
     def __init__(self, model: Any, ropes: RopeTables | None = None) -> None:
@@ -159,17 +156,15 @@ class CausalModel:
     def forward(
         self, tokens: Tokens, past: Cache | None = None, length: int | None = None
     ) -> NDArray[np.float32]:
-        """Run ``tokens`` after those in ``past``, which grows by them.
+        """Run ``tokens`` after those in ``past``, and append their rows to it.
 
-        ``length`` is that of the whole request, which decides its rope tables; by default the request
-        ends with ``tokens``.
+        ``length`` of the whole request decides its rope tables; by default it ends with ``tokens``.
 
         Shapes:
             returns the last token's logits, float32 ``[vocab]``.
         """
-        ids = torch.from_numpy(kvstore.as_tokens(tokens).astype(np.int64))[None].to(
-            self._model.device
-        )
+        rows = torch.from_numpy(kvstore.as_tokens(tokens).astype(np.int64))
+        ids = rows[None].to(self._model.device)
         cache = DynamicCache(config=self._model.config) if past is None else past
         arguments = {self._cache_argument: cache, "use_cache": True, **self._only_last}
         whole = cache.get_seq_length() + len(tokens) if length is None else length
@@ -181,19 +176,19 @@ class CausalModel:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result of a prefill. Shapes: logits float32 ``[vocab]``, of the last token."""
+    """Result of a prefill. Shapes: logits float32 ``[vocab]``, of the last token."""
 
     past: Cache
-    """The KV cache of the whole prompt, ready for the next token."""
+    """KV cache of the whole prompt, ready for the next token."""
     logits: NDArray[np.float32]
     hit_tokens: int
-    """Leading tokens whose entries came from the prefix cache."""
+    """Leading tokens whose entries were restored from the prefix cache."""
     replay_tokens: int = 0
     """Tokens of the hit that were recomputed to rebuild their windows."""
     window_source: WindowSource = "none"
     """Source of the hit's windows; ``"none"`` without a hit or without sliding layers."""
     windows: tuple[kvstore.WindowSnapshot, ...] = ()
-    """Windows at the block boundaries where a later prefill of the prompt can start; for ``keep``."""
+    """Windows at block boundaries where a later prefill of the prompt can start, for ``keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +196,7 @@ class Generated:
     """A greedy continuation of a prompt.
 
     Shapes:
-        logits float32 ``[len(new_tokens), vocab]``: row i is that of new token i.
+        logits float32 ``[len(new_tokens), vocab]``: row i chose new token i.
     """
 
     new_tokens: tuple[int, ...]
@@ -212,13 +207,13 @@ class Generated:
 
 
 class TransformersAdapter:
-    """A causal model of transformers over a prefix cache, with or without sliding layers.
+    """A causal model of transformers with a prefix cache, with or without sliding layers.
 
     ``on_stage`` is called with the name of each stage of a prefill when it ends, for measurements.
 
     Raises:
         LayoutMismatch: if ``cache`` was opened for another model's shape.
-        ConfigError: if the model's layout is unknown or its forward takes no cache.
+        ConfigError: if the model's layout is unknown or its forward has no cache argument.
 
     Threads: one thread at a time.
     """
@@ -234,16 +229,14 @@ class TransformersAdapter:
     ) -> None:
         """Bind a model to a cache.
 
-        ``identity`` follows changes of the model. By default the namespace of ``cache`` identifies
-        the model in its present state.
-
-        ``store_wait`` is the most seconds to wait for room in the cache's queue. With 0 nothing
-        waits, and blocks that find no room are dropped and counted.
+        ``identity`` detects changes of the model; by default the namespace of ``cache`` identifies its
+        present state. ``store_wait`` is the longest wait for room in the cache's queue, in seconds;
+        after it, or at once with 0, blocks without room are dropped and counted.
         """
         _check_whole(model)
         self._model = model
         self.cache = cache
-        """The scope of the model, for ``flush``, ``stats`` and ``scope``."""
+        """Scope of the model, for ``flush``, ``stats`` and ``scope``."""
         self._identity = identity or ModelIdentity(model, cache.namespace.weights)
         self._causal = CausalModel(model, self._identity.ropes)
         self._origins: WeakKeyDictionary[Cache, _Origin] = WeakKeyDictionary()
@@ -256,7 +249,7 @@ class TransformersAdapter:
         self._window_tokens = self._layout.window_tokens
         self._layer_count = len({layer for group in self._layout.groups for layer in group.layers})
         if self._window_tokens == 1:
-            # Transformers keeps the last W - 1 rows as a slice from -(W - 1): for W = 1 from 0, all of them.
+            # Transformers slices the last W - 1 rows from -(W - 1): for W = 1 from 0, which is all rows.
             msg = "transformers keeps every row of a sliding window of 1, expected at least 2"
             raise ConfigError(msg)
 
@@ -265,13 +258,11 @@ class TransformersAdapter:
     def capture(
         self, past: Cache, start: int = 0, stop: int | None = None
     ) -> dict[str, NDArray[np.uint8]]:
-        """Return the GLOBAL entries of tokens ``[start, stop)`` of a KV cache, to the end by default.
+        """Return a copy of the GLOBAL entries of tokens ``[start, stop)``, to the end by default.
 
         Shapes:
-            each uint8 ``[layers, stop - start, entry_bytes]``. One entry is the ``[kv_heads,
+            each uint8 ``[layers, stop - start, entry_bytes]``; an entry has the ``[kv_heads,
             head_dim]`` numbers of one layer and token.
-
-        Cost: one copy.
         """
         length = past.get_seq_length()
         end = length if stop is None else stop
@@ -281,14 +272,12 @@ class TransformersAdapter:
         return self._entries(past, KEYS, VALUES, start, end)
 
     def snapshot(self, past: Cache, source: str = "engine") -> kvstore.WindowSnapshot:
-        """Return the rows of the sliding layers of a KV cache: W - 1, or fewer if it holds fewer.
+        """Return a copy of the last W - 1 rows of sliding layers, or of all if there are fewer.
 
-        Its ``stop`` is the length of the KV cache. The window pool needs a block boundary there.
+        ``stop`` is the length of the KV cache, which must be a block boundary for the window pool.
 
         Shapes:
             rows of ``k_window`` and ``v_window``, as ``capture``.
-
-        Cost: one copy.
         """
         stop = past.get_seq_length()
         layer = past.layers[self._layout.group(WINDOW_KEYS).layers[0]]
@@ -299,15 +288,13 @@ class TransformersAdapter:
     def restore(
         self, entries: Mapping[str, NDArray[np.uint8]], window: kvstore.WindowSnapshot | None = None
     ) -> Cache:
-        """Return a KV cache with ``entries``, in the memory layout of a computed one.
+        """Return a KV cache with a copy of ``entries``, in the memory layout of a computed one.
 
-        ``window`` is the window at their end, for a model with sliding layers. Without it those
-        layers have no rows, and ``rebuild`` computes them.
+        ``window`` is the window at their end. Without it, sliding layers have no rows: ``rebuild``
+        computes them.
 
         Shapes:
-            as ``capture`` returns them, and as ``PrefixCache.read`` does.
-
-        Cost: one copy into the order that attention reads.
+            as returned by ``capture`` and ``PrefixCache.read``.
         """
         past = self._empty(0 if window is None else window.start)
         self._fill(past, KEYS, VALUES, entries)
@@ -318,11 +305,10 @@ class TransformersAdapter:
     def rebuild(self, past: Cache, tokens: Tokens, start: int, length: int | None = None) -> Cache:
         """Return ``past`` with sliding layers recomputed from ``tokens[start:]``: bounded replay.
 
-        ``past`` has the full-attention layers of all ``tokens``, which stay unchanged. A replayed
-        query at ``p`` reads sliding rows of ``[max(start, p - W + 1), p]``. ``length`` is that of the
-        request, ``len(tokens)`` by default.
+        Full-attention layers of ``past`` have rows of all ``tokens`` and stay unchanged. A replayed query
+        at ``p`` reads sliding rows ``[max(start, p - W + 1), p]``. ``length`` is as for ``forward``.
 
-        Cost: one forward over ``len(tokens) - start`` tokens.
+        Cost: one forward pass over ``len(tokens) - start`` tokens.
         """
         ids = kvstore.as_tokens(tokens)
         full, sliding = self._layout.group(KEYS).layers, self._layout.group(WINDOW_KEYS).layers
@@ -336,7 +322,6 @@ class TransformersAdapter:
         return Cache(layers=layers)
 
     def _empty(self, start: int = 0) -> Cache:
-        """Return an empty KV cache whose sliding layers begin at ``start``."""
         if not self._window_tokens:
             return DynamicCache()
         sliding = self._layout.group(WINDOW_KEYS).layers
@@ -352,11 +337,10 @@ class TransformersAdapter:
         key_group, value_group = self._layout.group(keys), self._layout.group(values)
         pairs = zip(key_group.layers, entries[keys], entries[values], strict=True)
         for layer, key_bytes, value_bytes in pairs:
-            # ``update`` copies, so the tensors are contiguous like computed ones. With other strides
-            # attention may use another kernel, which rounds differently.
-            past.update(
-                self._decode(key_group, key_bytes), self._decode(value_group, value_bytes), layer
-            )
+            # ``update`` copies, so tensors are contiguous as computed ones. With other strides attention
+            # may use another kernel, which rounds differently.
+            key_rows = self._decode(key_group, key_bytes)
+            past.update(key_rows, self._decode(value_group, value_bytes), layer)
 
     def _entries(
         self, past: Cache, keys: str, values: str, start: int, stop: int
@@ -367,15 +351,12 @@ class TransformersAdapter:
         layers = [past.layers[layer] for layer in self._layout.group(keys).layers]
         held = min(int(layer.keys.shape[-2]) for layer in layers)
         if held < stop:
-            msg = (
-                f"expected {stop} rows of keys in every layer, found {held}: a compressed KV cache?"
-            )
+            msg = f"expected {stop} rows of keys in every layer, found {held}: compressed KV cache?"
             raise ValueError(msg)
+        group = self._layout.group
         return {
-            keys: self._encode(self._layout.group(keys), [x.keys for x in layers], start, stop),
-            values: self._encode(
-                self._layout.group(values), [x.values for x in layers], start, stop
-            ),
+            keys: self._encode(group(keys), [x.keys for x in layers], start, stop),
+            values: self._encode(group(values), [x.values for x in layers], start, stop),
         }
 
     def _encode(
@@ -391,9 +372,8 @@ class TransformersAdapter:
             if raw is not None:
                 target.view(raw).view(rows.shape).copy_(rows)
             else:
-                target.copy_(
-                    kvstore.encode_rows(group, rows.reshape(stop - start, -1).contiguous())
-                )
+                flat = rows.reshape(stop - start, -1).contiguous()
+                target.copy_(kvstore.encode_rows(group, flat))
         return data
 
     def _decode(self, group: kvstore.LayerGroup, data: NDArray[np.uint8]) -> torch.Tensor:
@@ -407,9 +387,8 @@ class TransformersAdapter:
     @property
     def _kv_heads(self) -> int:
         config = self._model.config.get_text_config()
-        if getattr(
-            config, "multi_query", False
-        ):  # Falcon and GPT-BigCode: other fields do not count
+        # Falcon and GPT-BigCode: with multi_query, other fields do not count.
+        if getattr(config, "multi_query", False):
             return 1
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return int(heads)
@@ -417,9 +396,9 @@ class TransformersAdapter:
     # ---- running -------------------------------------------------------------------------------
 
     def prefill(self, tokens: Tokens, *, reuse: bool = True) -> Prefilled:
-        """Compute a prompt from the longest cached prefix on. It stores nothing; see ``keep``.
+        """Compute a prompt after its longest cached prefix, or all of it with ``reuse=False``.
 
-        ``reuse=False`` looks nothing up and computes every token.
+        Nothing is stored; see ``keep``.
         """
         ids = kvstore.as_tokens(tokens)
         if not len(ids):
@@ -466,7 +445,7 @@ class TransformersAdapter:
             new_tokens.append(int(rows[-1].argmax()))
             windows += self._boundary(prefilled.past)
         done = np.concatenate([ids, np.asarray(new_tokens[:-1], np.uint32)])
-        # The last boundary, and the one before it if the tokens end on one: a repeat hits there.
+        # The last boundary, and the one before it if the tokens end on one: an exact repeat hits there.
         if len(done) % self.cache.block_tokens:
             windows = deque(list(windows)[-1:])
         self.keep(done, prefilled.past, prefilled.hit_tokens, (*prefilled.windows, *windows))
@@ -485,19 +464,19 @@ class TransformersAdapter:
         start: int = 0,
         windows: Sequence[kvstore.WindowSnapshot] = (),
     ) -> kvstore.Stored:
-        """Store the entries of tokens ``[start, len(tokens))``, ``start`` a block boundary.
+        """Store the entries of tokens ``[start, len(tokens))``; ``start`` is a block boundary.
 
         ``windows`` are snapshots at boundaries within ``tokens``, as in ``Prefilled.windows``.
-        Entries are stored under the namespace that the prefill of ``past`` looked up. Nothing is
-        stored if the model has changed since, nor tokens computed with other rope tables.
+        Entries are stored under the namespace that the prefill of ``past`` looked up; none if the model
+        has changed since, and none of tokens computed with other rope tables.
 
         Raises:
-            ValueError: if rope tables depend on length, and ``past`` is of no prefill of this adapter.
+            ValueError: if rope tables depend on length, and this adapter did not compute ``past``.
         """
         ids = kvstore.as_tokens(tokens)
         origin = self._origins.get(past)
         if origin is None:
-            origin = self._foreign(len(ids))
+            origin = self._external(len(ids))
         elif origin.weights != self._identity.weights(origin.length):
             self._faults.say(
                 "the model changed between the prefill of a prompt and keep, so the prompt was not stored; "
@@ -514,8 +493,8 @@ class TransformersAdapter:
         entries = self.capture(past, start, end)
         return scope.store(ids[:end], entries, start=start, wait=self._store_wait)
 
-    def _foreign(self, length: int) -> _Origin:
-        """Return the origin of a KV cache made elsewhere: the model in its present state."""
+    def _external(self, length: int) -> _Origin:
+        """Return the origin of a KV cache computed elsewhere: the model's present state."""
         if self._identity.ropes:
             msg = (
                 "the model's rope tables depend on the length of a request, and this KV cache is of no "
@@ -525,13 +504,12 @@ class TransformersAdapter:
         return _Origin(length, self._identity.weights())
 
     def _scope(self, origin: _Origin) -> kvstore.Scope:
-        """Return the scope of the entries of an origin."""
         if origin.weights == self.cache.namespace.weights:
             return self.cache
         return self.cache.scope(replace(self.cache.namespace, weights=origin.weights))
 
     def _boundary(self, past: Cache) -> list[kvstore.WindowSnapshot]:
-        """Return the window at the end of a KV cache, if the model has one and the end is a boundary."""
+        """Return the window at the end of a KV cache, if the end is a block boundary."""
         if not self._window_tokens or past.get_seq_length() % self.cache.block_tokens:
             return []
         return [self.snapshot(past)]
@@ -539,7 +517,7 @@ class TransformersAdapter:
     def _recall(
         self, ids: NDArray[np.uint32], scope: kvstore.Scope | None
     ) -> tuple[Cache, int, int, WindowSource]:
-        """Return the cached prefix, its tokens, how many of them to replay, and its window's source."""
+        """Return the cached prefix, its tokens, the number of them to replay, and its window's source."""
         if scope is None:
             return self._empty(), 0, 0, "none"
         with scope.lookup(ids) as match:
@@ -560,27 +538,23 @@ class TransformersAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The request of a KV cache and the model that computed it."""
+    """Request length of a KV cache, and identity of the model that computed it at that length."""
 
     length: int
     weights: str
-    """Identity of the model at that time, with its rope tables for that length."""
 
 
 def _check_whole(model: Any) -> None:
     ranks = getattr(model, "tp_size", None) or 1
     if ranks > 1:
-        msg = (
-            f"the model is one of {ranks} tensor-parallel ranks and has some of the heads, expected a "
-            "whole model"
-        )
+        msg = f"the model is one of {ranks} tensor-parallel ranks, expected a whole model"
         raise ConfigError(msg)
 
 
 def _config(model: Any, dtype: str) -> dict[str, Any]:
-    """Return a model's config with ``dtype``: the model may have been cast after loading."""
+    """Return a model's config with ``dtype``, because the model may have been cast after loading."""
     config = {**model.config.to_dict(), "dtype": dtype}
-    # A label for people: the folder's name without its path.
+    # A label only, so without the folder's path.
     config["_name_or_path"] = Path(str(model.config.name_or_path or "")).name
     if isinstance(config.get("text_config"), Mapping):
         config["text_config"] = {**config["text_config"], "dtype": dtype}
@@ -588,11 +562,11 @@ def _config(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return the name of the cache argument of a model's forward: it changed in transformers 5."""
+    """Return the name of the cache argument of a model's forward, which changed in transformers 5."""
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
-    msg = f"the model's forward takes neither cache nor past_key_values, found {', '.join(parameters)}"
+    msg = f"the model's forward needs an argument cache or past_key_values, found {', '.join(parameters)}"
     raise ConfigError(msg)
 
 
@@ -600,15 +574,13 @@ def _check_layout(found: kvstore.Layout, expected: kvstore.Layout) -> None:
     """Raise ``LayoutMismatch`` if two layouts differ in more than entry formats."""
 
     def shape(layout: kvstore.Layout) -> tuple[object, ...]:
-        groups = {
-            g.name: (g.layers, g.values, g.tokens_per_entry, g.lifetime.value)
-            for g in layout.groups
-        }
-        return groups, layout.window_tokens
+        groups = layout.groups
+        facts = {g.name: (g.layers, g.values, g.tokens_per_entry, g.lifetime.value) for g in groups}
+        return facts, layout.window_tokens
 
     if shape(found) != shape(expected):
         msg = (
-            f"the cache was opened for layout {found.model!r}, which is not that of the model: found "
+            f"the cache was opened for layout {found.model!r}, which is not the model's: found "
             f"groups {_describe(found)}, expected {_describe(expected)}; open it with model_layout(model)"
         )
         raise LayoutMismatch(msg)

@@ -1,10 +1,10 @@
-"""Reference engine: a small DeepSeek-V4.1-shaped model over the public contract of kvstore.
+"""Reference engine: a small model with the structure of DeepSeek-V4.1, over the public API of kvstore.
 
-Read in this order: ``config`` (the layer table), ``ops`` (one function per formula), ``weights``,
-``entries`` and ``state`` (the KV of one sequence), ``layer`` and ``model`` (the forward pass), ``engine``
-(prefill, bounded replay and decoding around a ``PrefixCache``). Optional systems of a config follow:
-``indexer``, ``residual``, ``engram``, ``vision``, ``draft``, ``prompt``. The widths are small: the engine
-shows which numbers are stored, restored and recomputed, and that they agree. See docs/reference.md.
+Reading order: ``config`` (the layer table), ``ops`` (one function per formula), ``weights``, ``entries``
+and ``state`` (the KV of one sequence), ``layer`` and ``model`` (the forward pass), ``engine`` (prefill,
+bounded replay and decoding with a ``PrefixCache``). Optional systems: ``indexer``, ``residual``,
+``engram``, ``vision``, ``draft``, ``prompt``. The engine demonstrates that stored, restored and recomputed
+values agree, so small widths suffice. See docs/reference.md.
 """
 
 from kvstore.distribution import require_torch

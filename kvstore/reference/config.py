@@ -1,8 +1,7 @@
-"""The config of the reference model, in the fields of the released config.
+"""Config of the reference model, with the fields of the released config, and its layer table.
 
-The layer table is derived from it: the owner of a layer is the largest KV source at or below it, its
-index source likewise, and a layer with compression ratio 0 has neither. The last KV source starts the
-decoder; the layers below it are the encoder.
+The owner of a layer is the highest KV source at or below it, and its index source likewise; a layer with
+compression ratio 0 has neither. The last KV source starts the decoder; layers below are the encoder.
 """
 
 from __future__ import annotations
@@ -20,55 +19,51 @@ from kvstore.errors import ConfigError
 WindowFormat = Literal["exact", "mxfp8"]
 """Format of window rows: the model's own floats, or the release's format."""
 GlobalFormat = Literal["fp4", "bf16"]
-"""Format of global entries: the release's format, or that before it."""
+"""Format of global entries: that of the release, or of the previous one."""
 
 
 class Mode(Enum):
-    """The global entries that a layer's attention reads besides its own window."""
+    """Global entries read by a layer's attention besides its own window."""
 
     WINDOW_ONLY = "window only"
     """None: compression ratio 0."""
     FULL = "full"
-    """Entries that it writes itself, chosen by its own indexer."""
+    """Entries written by the layer, chosen by its own indexer."""
     REINDEX = "reindex"
-    """Another layer's entries, chosen by its own indexer among that layer's candidates."""
+    """Entries of another layer, chosen by its own indexer among that layer's candidates."""
     REUSE = "reuse"
-    """The entries and the choice of the last index source below it."""
+    """Entries and choice of the last index source below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One row of the layer table.
-
-    Invariants:
-        ``owner`` and ``index_source`` are None exactly when ``ratio`` is 0.
-    """
+    """Row of the layer table. ``owner`` and ``index_source`` are None exactly when ``ratio`` is 0."""
 
     layer: int
     mode: Mode
     ratio: int
     """Tokens per global entry; 0 without entries."""
     owner: int | None
-    """The layer whose global entries this one reads."""
+    """Layer of the global entries that this one reads."""
     index_source: int | None
-    """The layer whose indexer chooses among them."""
+    """Layer of the indexer that chooses among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:
     """Fields of the release's ``config.json`` that decide cached KV and its readers.
 
-    The defaults have compressed sparse attention, encoder and decoder. Each other system is enabled by
-    the field in its group below.
+    By default there are compressed sparse attention, encoder and decoder. Other systems are enabled by
+    the fields of their groups below.
 
     Invariants:
-        The last KV source has ratio 1, and so have all layers above it; every KV source is an index
-        source, and any other index source lies above the candidate source, whose entries it reads;
-        a layer's ratio is its owner's; Engram layers belong to the encoder.
+        The last KV source and all layers above it have ratio 1; every KV source is an index source; any
+        other index source is above the candidate source, whose entries it reads; a layer has the
+        ratio of its owner; Engram layers belong to the encoder.
     """
 
     vocab_size: int = 256
-    """Tokens below 256 are bytes; the others are no text."""
+    """Tokens below 256 are bytes; others are not text."""
     hidden_size: int = 64
     intermediate_size: int = 128
     num_hidden_layers: int = 12
@@ -135,22 +130,17 @@ class ReferenceConfig:
             msg = f"the last KV source and all layers above it need compression ratio 1, found {decoder}"
             raise ConfigError(msg)
         self._check_indexers()
-        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > min(
-            self.head_dim, self.index_head_dim
-        ):
-            msg = (
-                f"qk_rope_head_dim must be even and at most head_dim and index_head_dim, "
-                f"found {self.qk_rope_head_dim}"
-            )
+        dims = self.qk_rope_head_dim
+        if dims % 2 or dims > min(self.head_dim, self.index_head_dim):
+            msg = f"qk_rope_head_dim must be even and at most head_dim and index_head_dim, found {dims}"
             raise ConfigError(msg)
         if not set(self.engram_layer_ids) <= set(range(self.last_owner)):
-            # A decoder layer computes the last rows of a prompt only, so its Engram rows would never
-            # reach the stored entries of a prefix.
-            msg = f"engram_layer_ids must lie below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
+            # A decoder layer computes only the last rows of a prompt, so its Engram rows would not
+            # affect the stored entries of a prefix.
+            msg = f"engram_layer_ids must be below the decoder's first layer {self.last_owner}, found {self.engram_layer_ids}"
             raise ConfigError(msg)
-        targets = (
-            self.dspark_target_layer_ids if self.num_nextn_predict_layers else (self.last_owner,)
-        )
+        drafts = self.num_nextn_predict_layers
+        targets = self.dspark_target_layer_ids if drafts else (self.last_owner,)
         if not targets or not set(targets) <= set(range(self.last_owner, self.num_hidden_layers)):
             msg = (
                 f"dspark_target_layer_ids must be layers {self.last_owner} to "
@@ -198,7 +188,7 @@ class ReferenceConfig:
         """Return the smallest config with every system.
 
         Layers 8 and 10 choose again among the candidates of 6, residuals have four streams, layers
-        1 and 4 look up n-grams, two draft layers follow, and token 256 is the image token.
+        1 and 4 look up n-grams, there are two draft layers, and token 256 is the image token.
         """
         every: dict[str, Any] = {
             "vocab_size": 258,
@@ -223,10 +213,10 @@ class ReferenceConfig:
 
     @classmethod
     def release(cls) -> ReferenceConfig:
-        """Return the config of DeepSeek-V4.1-Flash, for counting bytes: it is too large to compute.
+        """Return the config of DeepSeek-V4.1-Flash, to count bytes: it is too large to compute.
 
         Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash, without mixture of experts, the
-        grouped output projection and YaRN, which change no byte of the cache.
+        grouped output projection and YaRN, which do not affect the cache.
         """
         return cls(
             vocab_size=129_280,
@@ -260,17 +250,17 @@ class ReferenceConfig:
 
     @property
     def last_owner(self) -> int:
-        """The first decoder layer; its global entries are projected from the encoder's output."""
+        """First decoder layer; its global entries are projected from the encoder's output."""
         return self.kv_source_layer_ids[-1]
 
     @property
     def draft_layers(self) -> range:
-        """Ids of the draft layers, which follow the model's."""
+        """Ids of the draft layers, after those of the model."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layer table, derived."""
+        """Layer table."""
         return tuple(self._resolve(layer) for layer in range(self.num_hidden_layers))
 
     def _resolve(self, layer: int) -> LayerSpec:
@@ -278,15 +268,12 @@ class ReferenceConfig:
         owner = max((o for o in self.kv_source_layer_ids if o <= layer), default=None)
         source = max((i for i in self.index_source_layer_ids if i <= layer), default=None)
         if ratio == 0:
-            return LayerSpec(
-                layer=layer, mode=Mode.WINDOW_ONLY, ratio=0, owner=None, index_source=None
-            )
+            mode = Mode.WINDOW_ONLY
+            return LayerSpec(layer=layer, mode=mode, ratio=0, owner=None, index_source=None)
         if owner is None:
             msg = f"layer {layer} has compression ratio {ratio} and no KV source at or below it"
             raise ConfigError(msg)
-        mode = Mode.REUSE
-        if layer in (owner, source):
-            mode = Mode.FULL if owner == layer else Mode.REINDEX
+        mode = Mode.FULL if owner == layer else Mode.REINDEX if source == layer else Mode.REUSE
         return LayerSpec(layer=layer, mode=mode, ratio=ratio, owner=owner, index_source=source)
 
     def to_hf(self) -> dict[str, Any]:
@@ -298,11 +285,10 @@ class ReferenceConfig:
     def layout(self, dtype: torch.dtype = torch.float64) -> kvstore.Layout:
         """Return the layout of a model that computes in ``dtype``.
 
-        It is ``kvstore.layout`` of the config, except for formats other than the release's. With
-        ``window_format="exact"`` the WINDOW group has the model's own floats: a restored row equals
-        the computed row, so that a difference after a hit comes from replay and not from rounding.
-        GLOBAL groups and the fingerprint stay the same. ``global_format="bf16"`` is for comparison
-        with FP4.
+        It is ``kvstore.layout`` of the config, except for other formats than the release's. With
+        ``window_format="exact"`` the WINDOW group has the model's own floats: a restored row equals the
+        computed row, so that differences after a hit are caused by replay and not by rounding. GLOBAL
+        groups and the fingerprint are unchanged. ``global_format="bf16"`` is for comparison with FP4.
         """
         layout = kvstore.layout(self.to_hf())
         groups = {group.name: group for group in layout.groups}

@@ -1,9 +1,9 @@
 """DSpark speculative decoding: draft layers propose the next tokens, and the model verifies them.
 
-The draft layers read windows only. Their window rows are projected from the attention inputs of a few
-decoder layers at the same token, so a hit cannot restore them: like decoder windows, they exist from the
-decoder's first row on. All positions of a draft are computed in one pass, with noise for the tokens before
-each; a Markov head then makes each choice depend on the one before.
+Draft layers read windows only. Their window rows are projected from the attention inputs of a few decoder
+layers at the same token, so a hit cannot restore them: like decoder windows, they exist from the decoder's
+first row on. All positions of a draft are computed in one pass, with noise for the unknown tokens; a Markov
+head then makes each choice depend on the previous one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.reference.state import Chunk, SequenceState, rows_of
 from kvstore.reference.weights import Weights
 
 MIN_CONFIDENCE = 0.5
-"""Least probability that a draft is right up to its last token."""
+"""Least probability that a draft is correct up to its last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,20 @@ class Proposal:
     """Proposed next tokens.
 
     Shapes:
-        confidence ``[len(tokens)]``: the probability of each token, given that those before it are right.
+        confidence ``[len(tokens)]``: the probability of each token, given that earlier ones are correct.
     """
 
     tokens: tuple[int, ...]
     confidence: Tensor
 
     def trusted(self, least: float = MIN_CONFIDENCE) -> tuple[int, ...]:
-        """Return the tokens to verify: the longest prefix that is right with probability ``least``."""
+        """Return the tokens to verify: the longest prefix that is correct with probability ``least``."""
         likely = self.confidence.cumprod(dim=0) >= least
         return self.tokens[: int(likely.long().cumprod(dim=0).sum())]
 
 
 class Drafter:
-    """The draft layers, which share embedding and head of the model."""
+    """Draft layers, which share embedding and head of the model."""
 
     def __init__(self, config: ReferenceConfig, weights: Weights) -> None:
         assert weights.draft is not None
@@ -53,7 +53,7 @@ class Drafter:
         self._layers = [Layer(config, 0, layer) for layer in weights.draft.layers]
 
     def remember(self, inputs: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Write the draft layers' window rows of tokens that the decoder has computed.
+        """Write the draft layers' window rows of tokens computed by the decoder.
 
         Shapes:
             inputs ``[rows, targets * hidden]``: the attention inputs of the target layers, mean over
@@ -80,7 +80,7 @@ class Drafter:
         return Proposal(tuple(tokens), torch.cat(confidence))
 
     def _hidden(self, state: SequenceState, token: int, position: int) -> Tensor:
-        """Compute the draft layers for the token and noise. Shapes: ``[dspark_block_size, hidden]``."""
+        """Compute the draft layers for ``token`` and noise. Shapes: ``[dspark_block_size, hidden]``."""
         config = self._config
         ids = torch.full((config.dspark_block_size,), config.dspark_noise_token_id)
         ids[0] = token
@@ -92,15 +92,13 @@ class Drafter:
             # Each position reads the window before the draft, and the whole draft.
             before = state.read_window(number, position - 1, position)
             draft = projected.window.expand(len(ids), -1, -1)
+            values, readable = before.values, before.readable
             sources = [
-                ops.Keys(
-                    before.values.expand(len(ids), -1, -1), before.readable.expand(len(ids), -1)
-                ),
+                ops.Keys(values.expand(len(ids), -1, -1), readable.expand(len(ids), -1)),
                 ops.Keys(draft, torch.ones(draft.shape[:2], dtype=torch.bool)),
             ]
             attended, _ = ops.attend(projected.queries, sources)
-            streams = streams.advance(
-                layer.close(attended, positions), weights.attention_mix, config
-            )
+            closed = layer.close(attended, positions)
+            streams = streams.advance(closed, weights.attention_mix, config)
             streams = streams.advance(layer.feed(streams.mixed()), weights.ffn_mix, config)
         return self._layers[0].norm(streams.mixed(), self._weights.norm)

@@ -1,6 +1,6 @@
-"""An engine around the reference model: prefill, bounded replay and decoding with a prefix cache.
+"""Engine of the reference model: prefill, bounded replay and decoding with a prefix cache.
 
-It uses only the public contract of ``PrefixCache``, so it shows the steps of every engine:
+It uses only the public API of ``PrefixCache``, and shows the steps of every engine:
 
     lookup ─▶ restore global entries ─▶ restore or rebuild windows ─▶ encode the rest ─▶ store
                                                                           └─▶ decode once ─▶ logits
@@ -35,43 +35,42 @@ from kvstore.reference.vision import Image
 from kvstore.reference.weights import Weights, random_weights
 
 CHUNK_TOKENS = 512
-"""Default rows of one pass. It bounds the memory of gathered keys."""
+"""Default rows per pass; bounds the memory of gathered keys."""
 
 Tokens = Sequence[int] | NDArray[np.integer]
 WindowSource = Literal["pool", "replay", "none"]
 Stage = Literal["lookup", "read", "restore", "forward"]
-"""The stages of a prefill, in order. The first three are missing without a cache."""
+"""Stages of a prefill, in order; only the last without a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one request, and how much of it came from the cache.
+    """Result of one request, with counters of its reuse.
 
     Shapes:
-        logits ``[vocab]``; entries[group] uint8 ``[layers, n, entry_bytes]``.
+        logits ``[vocab]``, of the last prompt row; entries[group] uint8 ``[layers, n, entry_bytes]``.
     """
 
     logits: Tensor
-    """Of the last prompt row."""
     new_tokens: tuple[int, ...]
     hit_tokens: int
-    """Tokens whose global entries were restored."""
+    """Tokens with restored global entries."""
     replay_tokens: int
     """Tokens of the hit that were recomputed to rebuild their window."""
     window_source: WindowSource
     """Source of the hit's encoder window; ``"none"`` without a hit."""
     encoder_rows: int
-    """Rows computed by the encoder for the prompt, replay included."""
+    """Rows computed by the encoder for the prompt, with replay."""
     entries: Entries
     """Global entries of tokens ``[entries_start, end)``, without the last new token."""
     entries_start: int
     """0, unless the hit was read from device pages."""
     drafted_tokens: int = 0
-    """Tokens that the drafter proposed and the model verified."""
+    """Tokens proposed by the drafter and verified by the model."""
     accepted_tokens: int = 0
-    """Drafted tokens that the model would have chosen itself."""
+    """Drafted tokens equal to the model's own choices."""
     engram_bytes: int = 0
-    """Bytes that the request gathered from Engram's tables."""
+    """Bytes gathered from Engram's tables."""
 
 
 @dataclass(slots=True)
@@ -85,29 +84,27 @@ class _Request:
     window_source: WindowSource = "none"
     encoder_rows: int = 0
     stored_tokens: int = 0
-    """A block boundary; tokens before it were offered to the cache."""
-    windows_kept: set[int] = field(default_factory=set)
-    """Boundaries whose window was put into the cache."""
+    """Block boundary up to which tokens were passed to the cache."""
+    stored_windows: set[int] = field(default_factory=set)
+    """Boundaries whose window was passed to the cache."""
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
     @property
     def spans(self) -> tuple[kvstore.ImageSpan, ...]:
-        """The request's images, as the cache identifies them."""
+        """Image spans, as identified by the cache."""
         return tuple(image.span for image in self.state.images)
 
 
 class ReferenceEngine:
-    """The reference model over a prefix cache.
+    """Reference model with a prefix cache. Threads: one at a time.
 
-    ``replay`` is the way to rebuild a missing window. ``"fold"`` recomputes its rows as the first
-    rows of the prefill; with ``"hook"`` the cache calls ``replay_hook``. The results are equal.
-    ``restore`` is the way to read a hit: ``"read"`` copies its entries to host memory, ``"pages"``
-    gathers the entries that attention chooses from device pages. The hook reads device pages too, so
-    ``device_bytes=0`` needs ``"fold"`` and ``"read"``.
-
-    Threads: one thread at a time.
+    ``replay`` rebuilds a missing window: ``"fold"`` recomputes its rows as the first rows of the
+    prefill; with ``"hook"`` the cache calls ``replay_hook``. The results are equal. ``restore`` reads a
+    hit: ``"read"`` copies its entries to host memory, ``"pages"`` gathers the entries chosen by
+    attention from device pages. The hook reads device pages too, so ``device_bytes=0`` requires
+    ``"fold"`` and ``"read"``.
     """
 
     def __init__(
@@ -125,13 +122,12 @@ class ReferenceEngine:
         restore: Literal["read", "pages"] = "read",
         on_stage: Callable[[Stage], None] | None = None,
     ) -> None:
-        """Make the model of ``seed`` or of ``weights``, in ``dtype``.
+        """Create the model of ``seed`` or of ``weights``, in ``dtype``.
 
-        ``tokenizer`` is the identity of the tokenizer. ``tables`` is the folder of the Engram tables,
-        for a config with Engram layers; missing tables are made. ``window_rows`` is the most rows of
-        a snapshot: 2 W - 2 by default, which make a continuation of a pooled window exact. The cache
-        keeps no more than its ``window_tokens``. ``on_stage`` is called with the name of each stage
-        of a prefill when it ends.
+        ``tokenizer`` is the identity of the tokenizer. ``tables`` is the folder of the Engram tables;
+        missing ones are created. ``window_rows`` limits the rows of a snapshot: by default 2 W - 2, with
+        which a continuation of a pooled window is exact; the cache keeps at most its ``window_tokens``.
+        ``on_stage`` is called with the name of each stage of a prefill at its end.
         """
         self.config = config
         self.cache = cache
@@ -143,7 +139,7 @@ class ReferenceEngine:
                 msg = f"layers {config.engram_layer_ids} look up n-grams; give a folder for their tables"
                 raise ValueError(msg)
             self._tables = open_tables(config, Path(tables), seed=seed, dtype=dtype)
-        # Config, seed and number format decide every random weight, so they identify the weights.
+        # Config, seed and dtype decide all random weights, so they identify the weights.
         digest = hashlib.sha256(f"{config} {seed} {dtype}".encode())
         if weights is None:
             weights = random_weights(config, seed, dtype)
@@ -157,22 +153,22 @@ class ReferenceEngine:
         self.namespace = kvstore.Namespace(
             model="reference", weights=digest.hexdigest(), tokenizer=tokenizer
         )
-        """The namespace for opening a cache: engines with other weights share no block."""
+        """Namespace for opening a cache; engines with other weights share no block."""
         self._window_rows = window_rows or 2 * config.sliding_window - 2
         self._replay = replay
         self._restore = restore
         self._on_stage = on_stage
         self._images: dict[bytes, Image] = {}
-        """By digest, images of the current request: a replay needs their features."""
+        """Images of the current request by digest; a replay needs their features."""
 
     def prefill(
         self, tokens: Tokens, *, images: Sequence[Image] = (), chunks: Iterable[int] | None = None
     ) -> Result:
         """Compute a prompt, and store its entries and windows.
 
-        ``images`` cover exactly the positions with the image token. ``chunks`` are the positions that
-        divide the prefill. In binary64 the result does not depend on them; in binary32 a rounding may
-        change the choice of an entry.
+        ``images`` cover exactly the positions with the image token. ``chunks`` are positions that divide
+        the prefill. In binary64 the result does not depend on them; in binary32 rounding may change
+        the choice of an entry.
         """
         prompt = kvstore.as_tokens(tokens)
         with torch.inference_mode(), contextlib.ExitStack() as held:
@@ -189,10 +185,9 @@ class ReferenceEngine:
     ) -> Result:
         """Compute a prompt, then decode ``count`` tokens greedily; store the entries of both.
 
-        A config with draft layers computes several tokens at once: the last known token and a draft.
-        From the first token on that the model would not have chosen, the draft is rolled back. So the
-        output equals that without drafts, and no rejected token reaches the cache. The last new token
-        is not computed, so stored entries end one token before it.
+        With draft layers, a pass computes the last known token and a draft, which is rolled back from
+        its first token that differs from the model's choice. So the output equals that without drafts,
+        and rejected tokens are never stored. The last new token is not computed or stored.
         """
         if count < 1:
             raise ValueError(f"count must be at least 1, found {count}")
@@ -219,11 +214,7 @@ class ReferenceEngine:
             return self._result(request, end, tuple(new_tokens))
 
     def _likeliest(self, logits: Tensor) -> list[int]:
-        """Return the likeliest token of each row, except the image token.
-
-        Shapes:
-            logits ``[rows, vocab]``.
-        """
+        """Return the likeliest token of each row except the image token. Shapes: ``[rows, vocab]``."""
         image = self.config.image_token_id
         if image is not None:
             logits = logits.index_fill(1, torch.tensor([image]), -math.inf)
@@ -231,18 +222,18 @@ class ReferenceEngine:
         return choices
 
     def _draft(self, state: SequenceState, token: int, position: int) -> tuple[int, ...]:
-        """Return the draft after ``token`` at ``position`` that is to be verified."""
+        """Return the draft to verify after ``token`` at ``position``."""
         if self.model.drafter is None:
             return ()
         return self.model.drafter.propose(state, token, position).trusted()
 
     def replay_hook(self, requests: list[kvstore.ReplayRequest], /) -> list[kvstore.WindowSnapshot]:
-        """Rebuild windows, all requests in one pass. A ``kvstore.ReplayHook``.
+        """Rebuild the windows of all requests in one pass. A ``kvstore.ReplayHook``.
 
         Raises:
-            ValueError: if a request has no pages: replay reads the hit's global entries, so
-                ``PrefixCache.load`` comes before ``PrefixCache.window``. Also if an image is not of
-                the current request: its rows need its features.
+            ValueError: if a request has no pages (replay reads the hit's global entries, so
+                ``PrefixCache.load`` precedes ``PrefixCache.window``), or an image is not of the current
+                request, so that its features are unknown.
         """
         with torch.inference_mode():
             chunks = []
@@ -256,7 +247,7 @@ class ReferenceEngine:
                     read_floor=request.read_floor,
                     window_write_floor=request.window_write_floor,
                 )
-                images = [self._shown(span) for span in request.images]
+                images = [self._image(span) for span in request.images]
                 state = self._state(request.tokens, floors, prompt=request.stop, images=images)
                 state.entries.attach(self._reader(request.pages), request.write_floor)
                 chunks.append(Chunk(state, request.start, request.stop))
@@ -264,7 +255,7 @@ class ReferenceEngine:
                 self.model.encode(chunks)
             return [chunk.state.snapshot(chunk.start, chunk.stop, "replay") for chunk in chunks]
 
-    def _shown(self, span: kvstore.ImageSpan) -> Image:
+    def _image(self, span: kvstore.ImageSpan) -> Image:
         """Return the image of a span, at the span's position."""
         image = self._images.get(span.digest)
         if image is None:
@@ -273,7 +264,7 @@ class ReferenceEngine:
         return dataclasses.replace(image, start=span.start)
 
     def _check_images(self, prompt: NDArray[np.uint32], images: Sequence[Image]) -> None:
-        """Raise ``ValueError`` for images of another shape, or not exactly at the prompt's image tokens."""
+        """Raise ``ValueError`` for images of an unexpected shape, or not exactly at the image tokens."""
         shape = (self.config.downsample_ratio, self.config.vision_hidden_size)
         for found in ((image.ratio, image.patches.shape[2]) for image in images):
             if found != shape:
@@ -310,7 +301,7 @@ class ReferenceEngine:
         tokens[: len(prompt)] = prompt
         request = self._adopt(tokens, len(prompt), images, held)
         tail = self._encode(request.state, len(prompt), chunks)
-        # In one pass: logits must not depend on the chunks.
+        # One pass, so that logits do not depend on the chunks.
         last_rows = [Chunk(request.state, request.state.decoder_floor, len(prompt))]
         request.logits = self.model.logits(self.model.decode(tail, last_rows).rows(-1))[0]
         request.encoder_rows += len(prompt) - request.state.floors.start
@@ -325,17 +316,14 @@ class ReferenceEngine:
         images: Sequence[Image],
         held: contextlib.ExitStack,
     ) -> _Request:
-        """Look up the prompt, and start a sequence from the hit.
-
-        Pages stay pinned while ``held`` is open; everything else is copied.
-        """
+        """Start a sequence from the hit of its prompt. Pages stay pinned while ``held`` is open."""
         if self.cache is None:
             floors = Floors.replay(0, self.config.sliding_window)
             return _Request(self._state(tokens, floors, prompt, images), tokens)
         spans = tuple(image.span for image in images)
         with self.cache.lookup(tokens[:prompt], images=spans) as match:
             self._end("lookup")
-            # Reading and loading shorten the match at a missing or corrupt block.
+            # A missing or corrupt block shortens the match in these calls.
             entries, pages, snapshot = None, None, None
             if match.hit_tokens and self._restore == "read":
                 entries = self.cache.read(match)
@@ -355,7 +343,7 @@ class ReferenceEngine:
                 request.state.entries.attach(self._reader(pages), hit)
         if snapshot is not None:
             request.state.restore_window(snapshot)
-            request.windows_kept.add(hit)
+            request.stored_windows.add(hit)
         if snapshot is not None and snapshot.source == "pool":
             request.window_source = "pool"
         elif hit:
@@ -379,8 +367,8 @@ class ReferenceEngine:
                 read_floor=match.read_floor,
                 window_write_floor=match.window_write_floor,
             )
-        # The window is restored, but the decoder needs the encoder's output of the last W rows of
-        # the prompt, which is never stored. Rows of the hit among them are recomputed for it.
+        # The decoder needs the encoder's output of the prompt's last W rows, which is never stored, so
+        # rows of the hit among them are recomputed despite the restored window.
         return Floors(
             start=min(match.hit_tokens, max(0, prompt - self.config.sliding_window)),
             hit=match.write_floor,
@@ -391,9 +379,9 @@ class ReferenceEngine:
     def _publish(self, request: _Request, end: int) -> None:
         """Store the entries and windows of tokens ``[0, end)`` that are not yet in the cache.
 
-        A snapshot serves a hit at its end only, and a hit ends at a block boundary before the last
-        token. So one is taken at the last boundary, and one a block earlier if ``end`` is a
-        boundary: an exact repeat hits there.
+        A snapshot is usable only by a hit that ends where it ends, and a hit ends at a block boundary
+        before the last token. So there is one at the last boundary and, if that is ``end``, one a block
+        earlier, for an exact repeat.
         """
         if self.cache is None:
             return
@@ -405,14 +393,14 @@ class ReferenceEngine:
             self.cache.store(request.tokens[:end], entries, start=start, images=request.spans)
             request.stored_tokens = boundary
         stops = {boundary, boundary - block} if boundary == end else {boundary}
-        for stop in sorted(stops - request.windows_kept):
+        for stop in sorted(stops - request.stored_windows):
             start = max(0, stop - self._window_rows, request.state.floors.read_floor)
             if stop < max(1, request.hit_tokens):
                 continue
             source = "replay" if stop == request.hit_tokens else "engine"
             snapshot = request.state.snapshot(start, stop, source)
             self.cache.put_window(request.tokens[:end], snapshot, images=request.spans)
-            request.windows_kept.add(stop)
+            request.stored_windows.add(stop)
 
     def _result(self, request: _Request, end: int, new_tokens: tuple[int, ...]) -> Result:
         entries = request.state.entries
@@ -444,7 +432,7 @@ class ReferenceEngine:
         )
 
     def _reader(self, pages: kvstore.PinnedPages) -> PageReader:
-        """Return a reader of the entries in ``pages``. Binary32 represents every FP4 value exactly."""
+        """Return a reader of entries in ``pages``. Binary32 represents every FP4 value exactly."""
         cache = self.cache
         assert cache is not None
 
@@ -458,8 +446,7 @@ class ReferenceEngine:
         """Compute the encoder for the prompt's rows from ``start`` on, divided at ``chunks``.
 
         Shapes:
-            returns the encoder's output of the last W rows, the decoder's input:
-            ``prompt - decoder_floor`` rows.
+            returns the decoder's input, the last W encoder outputs: ``prompt - decoder_floor`` rows.
         """
         start, window = state.floors.start, self.config.sliding_window
         cuts = range(start, prompt, CHUNK_TOKENS) if chunks is None else chunks
@@ -472,8 +459,6 @@ class ReferenceEngine:
 
 
 def _agreeing(draft: Sequence[int], choices: Sequence[int]) -> int:
-    """Return how many leading tokens of a draft equal the model's choices."""
-    for accepted, (token, choice) in enumerate(zip(draft, choices, strict=False)):
-        if token != choice:
-            return accepted
-    return len(draft)
+    """Return the number of leading tokens of a draft that equal the model's choices."""
+    pairs = enumerate(zip(draft, choices, strict=False))
+    return next((i for i, (token, choice) in pairs if token != choice), len(draft))

@@ -1,8 +1,8 @@
 """Engram: rows of large tables, looked up by a hash of the last few tokens.
 
-Rows are a function of token ids, so a prefix cache stores none of them: recomputing a row looks up its
-n-grams again, in all tokens of the request. The tables are too large for memory. They are on disk, and the
-rows of a pass are prefetched before its first layer.
+Rows are a function of token ids, so a prefix cache stores none of them: recomputing a row repeats the lookup
+of its n-grams, in all tokens of the request. The tables are on disk, too large for memory; the rows of a
+pass are prefetched before its first layer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,12 @@ from kvstore.reference.weights import EngramWeights
 
 _MULTIPLIER_SEED = 10_007
 """Times the layer's id: the seed of its multipliers. Source: the release's Engram."""
-_BYTES = 256
-"""Number of tokens that are one byte of text each."""
 _WRITTEN_ROWS = 1 << 14
-"""Rows of a random table that are made at a time."""
+"""Rows of a random table that are generated at a time."""
 
 
 def fold(text: str) -> str:
-    """Return a text with case, accents, width and white space folded.
-
-    A text that folds to nothing is returned unchanged.
-    """
+    """Return a text with case, accents, width and white space folded; unchanged if nothing is left."""
     plain = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     plain = "".join(char for char in plain if unicodedata.category(char) != "Mn").lower()
     words = re.sub(r"[ \t\r\n]+", " ", plain)
@@ -48,15 +43,14 @@ def fold(text: str) -> str:
 
 
 def token_classes(vocab_size: int) -> NDArray[np.int64]:
-    """Return the class of each token, ``[vocab]``: tokens of one class give the same n-grams.
+    """Return the class of each token, ``[vocab]``: tokens of one class have the same n-grams.
 
-    Tokens below 256 are bytes. A token that is no text by itself has its own class. Classes are
-    numbered by their first token.
+    Classes are numbered by their first token. A token that is not text by itself has its own class.
     """
     numbers: dict[object, int] = {}
     classes = []
     for token in range(vocab_size):
-        # A byte of a multi-byte character does not fold.
+        # Tokens below 256 are bytes; those of multi-byte characters do not fold.
         key: object = fold(chr(token)) if token < 0x80 else token
         classes.append(numbers.setdefault(key, len(numbers)))
     return np.array(classes, np.int64)
@@ -77,8 +71,8 @@ def _primes(start: int, count: int) -> list[int]:
 class Addresses:
     """Table rows of the n-grams that end at a token, for one layer.
 
-    The hash of an n-gram is the xor of the classes of its n tokens, each times an odd number. Each
-    head takes it modulo its own prime.
+    The hash of an n-gram is the xor of the classes of its n tokens, each times an odd number. The row
+    of a head is the hash modulo its own prime.
 
     Shapes:
         multipliers int64 ``[orders + 1]``, primes and offsets int64 ``[orders, heads]``.
@@ -92,18 +86,16 @@ class Addresses:
 
     @property
     def row_count(self) -> int:
-        """Rows of the table: the sum of the primes of all orders and heads."""
+        """Rows of the table: the sum of all primes."""
         return int(self.primes.sum())
 
     def rows(self, tokens: Tensor, is_image: Tensor, positions: Tensor) -> Tensor:
         """Return the row of each order and head for the tokens at ``positions``.
 
-        Positions before the first token, and those up to the last image before a token, count as
-        padding.
+        Positions before the first token, and those up to the last image before a token, are padding.
 
         Shapes:
-            tokens int64 and is_image bool ``[capacity]``: the request's; returns int64
-            ``[rows, orders * heads]``.
+            tokens int64 and is_image bool ``[capacity]``; returns int64 ``[rows, orders * heads]``.
         """
         reads = positions.numpy()[:, None] - np.arange(len(self.multipliers))
         is_hidden = (reads < 0) | is_image.numpy()[reads.clip(0)]
@@ -121,14 +113,12 @@ def addresses(config: ReferenceConfig) -> dict[int, Addresses]:
     """
     orders, heads = config.engram_max_ngram_size - 1, config.engram_n_heads
     classes = token_classes(config.vocab_size)
-    # The product of a class and a multiplier must fit in 63 bits.
+    # Products of a class and a multiplier must fit in 63 bits.
     bound = max(1, np.iinfo(np.int64).max // (int(classes.max()) + 1) // 2)
     layers = config.engram_layer_ids
-    drawn = _primes(config.engram_vocab_size, len(layers) * orders * heads)
+    listed = np.array(_primes(config.engram_vocab_size, len(layers) * orders * heads))
     found = {}
-    for layer, primes in zip(
-        layers, np.array(drawn).reshape(len(layers), orders, heads), strict=True
-    ):
+    for layer, primes in zip(layers, listed.reshape(len(layers), orders, heads), strict=True):
         rng = np.random.default_rng(_MULTIPLIER_SEED * layer)
         ends = np.cumsum(primes).reshape(primes.shape)
         found[layer] = Addresses(
@@ -142,7 +132,7 @@ def addresses(config: ReferenceConfig) -> dict[int, Addresses]:
 
 
 def token_bytes(config: ReferenceConfig) -> int:
-    """Return the bytes that one token reads from all tables: a row per layer, order and head."""
+    """Return the bytes read from all tables for one token: a row per layer, order and head."""
     columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
     return len(config.engram_layer_ids) * columns * _row_bytes(config)
 
@@ -152,22 +142,17 @@ def _row_bytes(config: ReferenceConfig) -> int:
 
 
 class Table(Protocol):
-    """The rows of one layer."""
+    """Table rows of one layer."""
 
     def prefetch(self, rows: Tensor, /) -> None:
-        """Begin to fetch rows for a later ``gather``. Shapes: int64, any."""
-        ...
+        """Start fetching rows for a later ``gather``. Shapes: int64, any."""
 
     def gather(self, rows: Tensor, /) -> Tensor:
         """Return rows. Shapes: int64 ``[...]``; returns ``[..., engram_head_dim]``."""
-        ...
 
 
 class DiskTable:
-    """Rows in MXFP8, consecutive in a mapped file.
-
-    ``bytes_read`` counts the gathered bytes.
-    """
+    """Consecutive rows in MXFP8 in a mapped file. ``bytes_read`` counts gathered bytes."""
 
     def __init__(self, path: Path, row_count: int, row_bytes: int, dtype: torch.dtype) -> None:
         """Map the table. Raises ``ValueError`` if the file has another size."""
@@ -175,17 +160,17 @@ class DiskTable:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != row_count * row_bytes:
-                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to make it again"
+                msg = f"{path} has {size} bytes, expected {row_count} rows of {row_bytes}; remove it to regenerate it"
                 raise ValueError(msg)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Neighbours of a row are other n-grams: read-ahead would read unused rows.
+        # Neighbours of a row are of other n-grams, so read-ahead would read unused rows.
         self._map.madvise(mmap.MADV_RANDOM)
         self._rows = np.frombuffer(self._map, np.uint8).reshape(row_count, row_bytes)
         self._dtype = dtype
         self.bytes_read = 0
 
     def prefetch(self, rows: Tensor) -> None:
-        """Tell the kernel which pages will be read; it fetches them while layers compute."""
+        """Request the pages from the kernel, which fetches them while layers compute."""
         row_bytes = self._rows.shape[1]
         first = rows.numpy().ravel() * row_bytes // mmap.PAGESIZE
         last = (rows.numpy().ravel() * row_bytes + row_bytes - 1) // mmap.PAGESIZE
@@ -200,17 +185,13 @@ class DiskTable:
 
 
 class TrainedTable:
-    """Trainable rows in memory, which ``gather`` rounds as in a ``DiskTable``.
-
-    Shapes:
-        values ``[rows, engram_head_dim]``.
-    """
+    """Trainable rows in memory, rounded as on disk. Shapes: values ``[rows, engram_head_dim]``."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def prefetch(self, rows: Tensor) -> None:
-        """Nothing to fetch."""
+        """No-op."""
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return rows, rounded as on disk."""
@@ -245,7 +226,7 @@ def table_path(folder: Path, config: ReferenceConfig, layer: int, seed: int) -> 
 def open_tables(
     config: ReferenceConfig, folder: Path, *, seed: int, dtype: torch.dtype
 ) -> dict[int, DiskTable]:
-    """Return the table of each Engram layer in ``folder``; missing ones are made from ``seed``."""
+    """Return the table of each Engram layer in ``folder``; create missing ones from ``seed``."""
     tables = {}
     for layer, where in addresses(config).items():
         rows, row_bytes = where.row_count, _row_bytes(config)
@@ -258,7 +239,7 @@ def open_tables(
 
 
 class Engram:
-    """The n-gram lookups of a model, and the additions that layers make from them."""
+    """N-gram lookups of a model, and their additions in layers."""
 
     def __init__(self, config: ReferenceConfig, tables: Mapping[int, Table]) -> None:
         if set(tables) != set(config.engram_layer_ids):
@@ -269,11 +250,7 @@ class Engram:
         self._tables = dict(tables)
 
     def locate(self, tokens: Tensor, is_image: Tensor, positions: Tensor) -> dict[int, Tensor]:
-        """Return the table rows of each layer for tokens at ``positions``, and prefetch them.
-
-        Shapes:
-            as ``Addresses.rows``; rows of images are not prefetched.
-        """
+        """Return ``Addresses.rows`` of each layer, and prefetch them, except those of images."""
         found = {}
         for layer, where in self._addresses.items():
             found[layer] = where.rows(tokens, is_image, positions)
@@ -283,7 +260,7 @@ class Engram:
     def add(
         self, layer: int, weights: EngramWeights, streams: Streams, rows: Tensor, is_image: Tensor
     ) -> Streams:
-        """Add the looked-up rows to each stream, gated by the similarity of stream and row.
+        """Add table rows to each stream, gated by the similarity of stream and row.
 
         Shapes:
             rows int64 ``[rows, orders * heads]``, is_image bool ``[rows]``: image rows stay unchanged.

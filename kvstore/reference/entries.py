@@ -1,7 +1,7 @@
-"""The global entries of one sequence: stored bytes and their decoded values.
+"""Global entries of one sequence: stored bytes and their decoded values.
 
-Attention reads decoded values only. So a sequence that restored an entry and the one that wrote it read
-the same numbers.
+Attention reads decoded values only, so the writer of an entry and a sequence that restores it read equal
+values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.reference.ops import straight_through
 
 
 class PageReader(Protocol):
-    """A reader of a hit's entries in device pages."""
+    """Reader of a hit's entries in device pages."""
 
     def __call__(self, group: str, layer: int, indices: Tensor | None, /) -> Tensor:
         """Return decoded entries.
@@ -28,29 +28,25 @@ class PageReader(Protocol):
             indices int64 ``[rows, k]``, -1 for none, or None for all n entries of the hit;
             returns ``[rows, k, values]``, or ``[n, values]`` for all of them.
         """
-        ...
 
 
 class GlobalEntries:
     """Global entries of tokens ``[0, capacity)``, written in order.
 
     Invariants:
-        Entries of the restored prefix are never written: they are shared with other sequences.
+        Entries of the restored prefix, which are shared with other sequences, are never written.
     """
 
     def __init__(self, layout: kvstore.Layout, capacity: int, dtype: torch.dtype) -> None:
         self._groups = {group.name: group for group in layout.global_groups}
         self._dtype = dtype
-        # One entry more than can be complete: a query that sees none still needs one to index.
-        self._bytes = {
-            name: np.zeros(
-                (len(group.layers), capacity // group.tokens_per_entry + 1, group.entry_bytes),
-                np.uint8,
-            )
-            for name, group in self._groups.items()
-        }
-        # NaN until written: an entry read too early makes every result NaN. A tensor for each layer
-        # lets a gradient pass through one while the next is written.
+        self._bytes = {}
+        for name, group in self._groups.items():
+            # One entry more than can be complete, so that a query without entries can index one.
+            count = capacity // group.tokens_per_entry + 1
+            self._bytes[name] = np.zeros((len(group.layers), count, group.entry_bytes), np.uint8)
+        # NaN until written, so that an entry read too early makes every result NaN. With a tensor for
+        # each layer, a gradient can pass through one while the next is written.
         self._values = {
             name: [
                 torch.full((stored.shape[1], self._groups[name].values), torch.nan, dtype=dtype)
@@ -60,12 +56,12 @@ class GlobalEntries:
         }
         self._pages: PageReader | None = None
         self.write_floor = 0
-        """First token whose entries this sequence may write."""
+        """First token with entries that this sequence may write."""
         self.bytes_from = 0
-        """First token whose entries are held as bytes; earlier entries are in pages."""
+        """First token with entries in host memory; earlier ones are in device pages."""
 
     def restore(self, entries: Entries, tokens: int) -> None:
-        """Set the entries of tokens ``[0, tokens)``, as ``PrefixCache.read`` returned them."""
+        """Set the entries of tokens ``[0, tokens)``, as returned by ``PrefixCache.read``."""
         for name, group in self._groups.items():
             count = tokens // group.tokens_per_entry
             self._bytes[name][:, :count] = entries[name][:, :count]
@@ -75,27 +71,21 @@ class GlobalEntries:
         self.write_floor = tokens
 
     def attach(self, pages: PageReader, tokens: int) -> None:
-        """Read the entries of tokens ``[0, tokens)`` from device pages, when they are needed."""
+        """Use device pages for the entries of tokens ``[0, tokens)``, read on demand."""
         self._pages = pages
         self.write_floor = self.bytes_from = tokens
 
     def write(self, name: str, layer: int, first: int, values: Tensor) -> None:
-        """Pack values and keep them as entries ``first``, ``first + 1``, ... of ``layer``.
-
-        Shapes:
-            values ``[n, group.values]``.
-        """
+        """Pack values as entries ``first``, ``first + 1``, ... Shapes: values ``[n, group.values]``."""
         group = self._groups[name]
         assert first * group.tokens_per_entry >= self.write_floor
         row, stop = group.layers.index(layer), first + len(values)
-        packed = pack(group, values)
-        self._bytes[name][row, first:stop] = packed
-        self._values[name][row][first:stop] = straight_through(
-            values, unpack(group, packed, self._dtype)
-        )
+        self._bytes[name][row, first:stop] = packed = pack(group, values)
+        decoded = unpack(group, packed, self._dtype)
+        self._values[name][row][first:stop] = straight_through(values, decoded)
 
     def truncate(self, tokens: int) -> None:
-        """Remove entries that tokens from ``tokens`` on completed."""
+        """Remove the entries completed by tokens from ``tokens`` on."""
         for name, group in self._groups.items():
             count = tokens // group.tokens_per_entry
             self._bytes[name][:, count:] = 0
@@ -103,7 +93,7 @@ class GlobalEntries:
                 values[count:] = torch.nan
 
     def gather(self, name: str, layer: int, indices: Tensor) -> Tensor:
-        """Return the chosen entries of each query. The value for -1 is arbitrary.
+        """Return the chosen entries of each query, with an arbitrary value for -1.
 
         Shapes:
             indices int64 ``[rows, k]``; returns ``[rows, k, group.values]``.
@@ -129,7 +119,7 @@ class GlobalEntries:
         """Return a copy of the entries of tokens ``[start, stop)``, for ``PrefixCache.store``.
 
         Shapes:
-            returns, by group, uint8 ``[layers, n, entry_bytes]``.
+            by group, uint8 ``[layers, n, entry_bytes]``.
         """
         assert start >= self.bytes_from
         copies = {}

@@ -14,14 +14,12 @@ from kvstore import fp4
 from kvstore.reference.ops import straight_through
 
 _FP4 = ("nvfp4", "mxfp4")
-"""Formats that ``kvstore.fp4`` encodes. The others are implemented here."""
-_EXPONENT_BIAS = 127
-"""Of binary32 and of UE8M0."""
+"""Formats encoded by ``kvstore.fp4``. The others are implemented here."""
+_EXPONENT_BIAS = 127  # of binary32 and of UE8M0
 _E4M3_MAX = 448.0
 
-
 Entries = Mapping[str, NDArray[np.uint8]]
-"""Global entries as in the public contract: by group, uint8 ``[layers, n, entry_bytes]``."""
+"""Global entries as in the public API: by group, uint8 ``[layers, n, entry_bytes]``."""
 
 
 def pack(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]:
@@ -32,8 +30,7 @@ def pack(group: kvstore.LayerGroup, values: Tensor) -> NDArray[np.uint8]:
     """
     values = values.detach()
     if group.entry_format in _FP4:
-        # fp4.pack takes binary32.
-        values = values.to(torch.float32)
+        values = values.to(torch.float32)  # the input format of fp4.pack
         planes = fp4.pack(values, group.entry_format, scale_rule=group.scale_rule)
         return torch.cat(planes, dim=-1).numpy()
     return _TO_BYTES[group.entry_format](values)
@@ -54,24 +51,22 @@ def unpack(group: kvstore.LayerGroup, stored: NDArray[np.uint8], dtype: torch.dt
 
 
 def rounded(group: kvstore.LayerGroup, values: Tensor) -> Tensor:
-    """Return values rounded to their format, so that restored values equal computed ones.
-
-    A gradient passes through unchanged.
+    """Return values rounded to their format, to equal restored ones. Gradients are unchanged.
 
     Shapes:
-        values ``[..., width]``; returns the same.
+        ``[..., width]`` in and out.
     """
     return straight_through(values, unpack(group, pack(group, values), values.dtype))
 
 
 def pack_mxfp8(values: Tensor) -> NDArray[np.uint8]:
-    """Return values as MXFP8: E4M3 codes, then a power of two for each 32 of them.
+    """Return values as MXFP8: E4M3 codes, then a power of two for every 32 of them.
 
     Shapes:
         values ``[..., width]``, width a multiple of 32; returns uint8 ``[..., width * 33 // 32]``.
     """
     blocks = values.to(torch.float32).reshape(*values.shape[:-1], -1, 32)
-    # The least power of two that keeps the largest value of 32 within E4M3: nothing saturates.
+    # The least power of two with which the largest of 32 values fits E4M3: none saturates.
     mantissas, exponents = torch.frexp(blocks.abs().amax(-1, keepdim=True) / _E4M3_MAX)
     exponents = (exponents - (mantissas == 0.5).int()).clamp(-_EXPONENT_BIAS + 1, _EXPONENT_BIAS)
     codes = torch.ldexp(blocks, -exponents).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
@@ -80,7 +75,7 @@ def pack_mxfp8(values: Tensor) -> NDArray[np.uint8]:
 
 
 def unpack_mxfp8(stored: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    """Return the values of ``pack_mxfp8``'s result. Shapes: as there."""
+    """Return the values of the bytes that ``pack_mxfp8`` returned. Shapes: as there."""
     width = stored.shape[-1] * 32 // 33
     codes, scales = torch.from_numpy(np.array(stored)).tensor_split([width], dim=-1)
     values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)

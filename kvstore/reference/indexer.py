@@ -1,7 +1,7 @@
-"""The indexer: it chooses the global entries that a query reads.
+"""The indexer: choice of the global entries that a query reads.
 
-A Full layer scores every visible entry and takes the best. The candidate source also keeps the best
-blocks of entries, by their best score; Reindex layers above it choose among these only. All of it is
+A Full layer scores every visible entry and chooses the best. The candidate source also keeps the best
+blocks of entries, by their best score, as the candidates of the Reindex layers above it. All of it is
 computed for every query and never cached.
 """
 
@@ -22,7 +22,7 @@ from kvstore.reference.layer import Layer, Projected
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The choices of the queries of one pass.
+    """Chosen entries of the queries of one pass.
 
     Shapes:
         picks int64 ``[rows, index_topk]``: entries of the last index source, -1 for none; scores of
@@ -51,18 +51,14 @@ class Indexer:
         entries: GlobalEntries,
         before: Selection,
     ) -> Selection:
-        """Choose for the queries of an index source; ``before`` is the choice of the one below it.
+        """Choose entries for rows of one sequence; ``before`` is the choice of the index source below.
 
-        A query at p sees the entries of groups that end at or before it: ``(p + 1) // ratio``.
-
-        Shapes:
-            projected and positions have ``[rows]`` rows, of one sequence.
+        Visible to a query at p are the groups that end at or before it: ``(p + 1) // ratio`` entries.
         """
         config, weights = self._config, layer.weights.indexer
         assert weights is not None
         assert spec.owner is not None
-        # Choosing has no gradient. The indexer learns to predict attention, and its inputs get no
-        # gradient from it.
+        # A choice has no gradient. The indexer is trained to predict attention, detached from its inputs.
         latent, inputs = projected.latent.detach(), projected.inputs.detach()
         queries = (latent @ weights.query).reshape(len(positions), config.index_n_heads, -1)
         queries = layer.rotate(layer.norm(queries, None), positions)
@@ -94,18 +90,14 @@ def _scores_of(picks: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | No
     """Return the score of each pick, None without a gradient. Shapes: ``[rows, index_topk]``."""
     if not scores.requires_grad:
         return None
-    # Candidates ascend except for gaps; for the search a gap counts as the entry before it.
+    # Candidates ascend except for gaps; in the search, a gap counts as the entry before it.
     ascending = candidates.cummax(dim=1).values.contiguous()
     columns = torch.searchsorted(ascending, picks.clamp(min=0)).clamp(max=scores.shape[1] - 1)
     return scores.gather(1, columns)
 
 
 def read_entries(entries: GlobalEntries, spec: LayerSpec, picks: Tensor) -> ops.Keys:
-    """Return the chosen main entries of each query.
-
-    Shapes:
-        picks int64 ``[rows, k]``; returns ``[rows, k, head_dim]``.
-    """
+    """Return the chosen main entries. Shapes: picks int64 ``[rows, k]``; ``[rows, k, head_dim]``."""
     assert spec.owner is not None
     values = entries.gather(f"main_r{spec.ratio}", spec.owner, picks)
     # The value for a missing entry is arbitrary, possibly NaN.

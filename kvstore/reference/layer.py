@@ -1,4 +1,4 @@
-"""The computations of a layer without a cache: projections, rotation, feed-forward."""
+"""Computations of a layer without a cache: projections, rotation, feed-forward."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Layer:
     def __init__(self, config: ReferenceConfig, ratio: int, weights: LayerWeights) -> None:
         self.weights = weights
         self._config = config
-        # Queries are multiplied with window rows and global entries alike, so all three are rotated
-        # with one base.
+        # Queries are multiplied with both window rows and global entries, so all three share a base.
         self._theta = config.compress_rope_theta if ratio else config.rope_theta
 
     def project(self, mixed: Tensor, positions: Tensor) -> Projected:
@@ -45,9 +44,8 @@ class Layer:
         weights = self.weights
         inputs = self.norm(mixed, weights.norm)
         latent = self.norm(inputs @ weights.query_down, weights.query_norm)
-        queries = (latent @ weights.query_up).reshape(
-            len(mixed), self._config.num_attention_heads, -1
-        )
+        heads = self._config.num_attention_heads
+        queries = (latent @ weights.query_up).reshape(len(mixed), heads, -1)
         queries = self.rotate(self.norm(queries, None), positions)
         return Projected(inputs, latent, queries, self.window_rows(inputs, positions))
 
@@ -59,8 +57,8 @@ class Layer:
     def close(self, attended: Tensor, positions: Tensor) -> Tensor:
         """Return the output of attention.
 
-        Entries are values as well as keys, so the sum has their absolute rotation. Rotating it back
-        by the query's position leaves relative positions only.
+        Entries are both keys and values, so their sum has absolute rotations. Rotating it back by the
+        query's position leaves relative positions only.
 
         Shapes:
             attended ``[rows, heads, head_dim]``; returns ``[rows, hidden]``.

@@ -1,8 +1,8 @@
 """The forward pass: an encoder that writes all global KV, and a decoder that reads it.
 
 Prefill computes the encoder for every row that is not restored, up to the global entries of the last
-owner. Then it computes the decoder once, for the last W rows of the prompt, with windows that begin
-there. Each new token passes through both. The engine decides which rows are computed.
+owner, then the decoder once, for the last W rows of the prompt, with windows that begin there. Each new
+token passes through both. The engine chooses the rows.
 """
 
 from __future__ import annotations
@@ -25,20 +25,15 @@ from kvstore.reference.weights import Weights
 
 
 class ReferenceModel:
-    """A DeepSeek-V4.1-shaped model.
+    """A model with the structure of DeepSeek-V4.1.
 
-    A pass takes chunks of several sequences and concatenates their rows. Projections see all rows
-    at once; only attention looks at one sequence at a time.
+    A pass concatenates the rows of chunks of several sequences. Only attention separates sequences.
     """
 
     def __init__(
         self, config: ReferenceConfig, weights: Weights, tables: Mapping[int, Table] | None = None
     ) -> None:
-        """``tables`` has a table for each Engram layer of the config.
-
-        Raises:
-            ValueError: if a table is missing.
-        """
+        """Raises ``ValueError`` unless ``tables`` has a table for each Engram layer of the config."""
         self.config = config
         self.weights = weights
         self.drafter = Drafter(config, weights) if config.num_nextn_predict_layers else None
@@ -53,10 +48,8 @@ class ReferenceModel:
     def encode(self, chunks: Sequence[Chunk], losses: list[Tensor] | None = None) -> Streams:
         """Compute the encoder; write its window rows and the global entries of every owner.
 
-        In training ``losses`` gets the loss of each indexer.
-
-        Shapes:
-            returns the encoder's output, rows of all chunks in order.
+        Returns its output, with the rows of all chunks in order. In training, the loss of each indexer is
+        appended to ``losses``.
         """
         is_image = torch.cat([chunk.is_image for chunk in chunks])
         found = [
@@ -74,19 +67,16 @@ class ReferenceModel:
             if spec.mode is Mode.FULL:
                 self._write_global(spec, streams, chunks)
             streams = self._run(spec, streams, chunks, selections, losses)
-        # The entries of the decoder's first owner are the last that a prompt writes.
+        # The decoder's first owner writes the last entries of a prompt.
         self._write_global(self._specs[self.config.last_owner], streams, chunks)
         return streams
 
     def decode(
         self, streams: Streams, chunks: Sequence[Chunk], losses: list[Tensor] | None = None
     ) -> Streams:
-        """Compute the decoder from encoder outputs; write its window rows, and the drafter's.
+        """Compute the decoder from the encoder's output; write its window rows, and the drafter's.
 
-        ``losses`` as in ``encode``.
-
-        Shapes:
-            streams of rows of all chunks in order; returns the same.
+        Rows and ``losses`` are as for ``encode``.
         """
         selections = [Selection() for _ in chunks]
         targets = []
@@ -103,18 +93,17 @@ class ReferenceModel:
         return self._layers[0].norm(streams.mixed(), self.weights.norm) @ self.weights.head
 
     def _embed(self, chunk: Chunk) -> Tensor:
-        """Return the embedding of a chunk's tokens and images. Shapes: returns ``[rows, hidden]``."""
+        """Return the embedding of a chunk's tokens and images. Shapes: ``[rows, hidden]``."""
         rows = self.weights.embedding[chunk.state.tokens[chunk.start : chunk.stop]]
         for image in chunk.state.images:
             span = image.span
             start, stop = max(span.start, chunk.start), min(span.stop, chunk.stop)
             if start < stop:
                 assert self.weights.vision is not None
-                shown = image_rows(self.weights.vision, image)[
-                    start - span.start : stop - span.start
-                ]
+                embedded = image_rows(self.weights.vision, image)
+                embedded = embedded[start - span.start : stop - span.start]
                 before, after = rows[: start - chunk.start], rows[stop - chunk.start :]
-                rows = torch.cat((before, shown, after))
+                rows = torch.cat((before, embedded, after))
         return rows
 
     def _run(
@@ -127,8 +116,7 @@ class ReferenceModel:
     ) -> Streams:
         """Compute one layer: attention to chosen entries and the window at once, then feed forward.
 
-        Shapes:
-            ``selections`` has one for each chunk; index sources write it, the layers above read it.
+        ``selections`` has one for each chunk; index sources write it, layers above read it.
         """
         layer = self._layers[spec.layer]
         positions = torch.cat([chunk.positions for chunk in chunks])
@@ -162,7 +150,7 @@ class ReferenceModel:
         return streams.advance(layer.feed(streams.mixed()), weights.ffn_mix, self.config)
 
     def _write_global(self, spec: LayerSpec, streams: Streams, chunks: Sequence[Chunk]) -> None:
-        """Write the global entries of an owner, for the groups that these rows complete.
+        """Write the global entries of an owner, for the groups completed by these rows.
 
         The main entry is the rotated latent; the indexer key is projected from the latent before
         rotation. Neither can be computed from the other.
@@ -181,7 +169,7 @@ class ReferenceModel:
                 continue
             latent = pooled[:, 0] if weights.gate is None else ops.pool_groups(pooled, shares)
             latent = layer.norm(latent, weights.norm)
-            # The position of an entry is the first one of its group.
+            # An entry has the first position of its group.
             positions = (first + torch.arange(len(latent))) * spec.ratio
             main = layer.rotate(latent, positions)
             index = layer.norm(latent.detach() @ weights.index_key, weights.index_norm)

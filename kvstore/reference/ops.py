@@ -1,7 +1,7 @@
-"""The formulas of the model, one function each.
+"""Formulas of the model, one function each.
 
-Every function computes each query row separately, and gathers the keys of a row before it multiplies: a
-row's result does not depend on the other rows of the call.
+The result for a query row does not depend on other rows of the call: the keys of a row are gathered before
+they are multiplied.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def pool_groups(values: Tensor, scores: Tensor) -> Tensor:
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Score entries for every query: ``sum over heads of weight * relu(query . key)``.
 
-    Queries and keys are both on the MXFP4 grid, so in float64 each dot product is exact in any
-    order of addition, and heads are added one by one. So equal keys get equal scores, bit for bit,
-    for any number of entries and any split of the queries into calls.
+    Queries and keys are on the MXFP4 grid, so in float64 each dot product is exact in any order of
+    addition, and heads are added in order. So equal keys have bit-identical scores, for any number of
+    entries and any split of the queries into calls.
 
     Shapes:
         queries ``[rows, heads, index_dim]``, weights ``[rows, heads]``, keys ``[n, index_dim]``, the
@@ -85,10 +85,10 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def visible_entries(count: int, visible: Tensor) -> Tensor:
-    """Return the entries that each row sees, as candidates to choose from.
+    """Return the visible entries of each row, as candidates.
 
     Shapes:
-        visible int64 ``[rows]``: row r sees entries ``[0, visible[r])``; returns int64
+        visible int64 ``[rows]``: entries ``[0, visible[r])`` are visible to row r; returns int64
         ``[rows, count]``, ascending, -1 for invisible entries.
     """
     entries = torch.arange(count)
@@ -96,20 +96,19 @@ def visible_entries(count: int, visible: Tensor) -> Tensor:
 
 
 def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Choose the ``count`` best candidates of each row; in a tie the lower entry.
+    """Choose the ``count`` best candidates of each row, the lower entry of a tie.
 
-    Exact ties are common, because ReLU makes exact zeros. The choice must not depend on the number
-    of columns: a stable sort guarantees that, ``torch.topk`` does not.
+    Ties are common, because ReLU produces exact zeros. The choice must not depend on the number of
+    columns: a stable sort guarantees that, ``torch.topk`` does not.
 
     Shapes:
         scores ``[rows, n]``, candidates int64 ``[rows, n]``: entries, ascending, with -1 anywhere for
         none; returns int64 ``[rows, count]``, ascending, padded at the end with -1.
     """
-    ranked = scores.masked_fill(candidates < 0, -math.inf).sort(
-        dim=-1, descending=True, stable=True
-    )
-    best = candidates.gather(1, ranked.indices[:, :count])
-    # Ascending, so that sums over the chosen entries always have the same order.
+    masked = scores.masked_fill(candidates < 0, -math.inf)
+    order = masked.sort(dim=-1, descending=True, stable=True).indices
+    best = candidates.gather(1, order[:, :count])
+    # Ascending, for a fixed order of sums over the chosen entries.
     beyond = torch.iinfo(torch.int64).max
     ascending = best.masked_fill(best < 0, beyond).sort(dim=-1).values
     chosen = ascending.masked_fill(ascending == beyond, -1)
@@ -117,23 +116,21 @@ def top_entries(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def top_blocks(scores: Tensor, candidates: Tensor, block: int, count: int) -> Tensor:
-    """Keep the candidates of the ``count`` best blocks of each row; a block scores as its best entry.
+    """Choose the candidates of the ``count`` best blocks of each row, by the best score of a block.
 
-    In a tie the lower block wins. A row with at most ``count`` visible blocks keeps them all.
+    The lower block of a tie is chosen; a row with at most ``count`` visible blocks keeps all.
 
     Shapes:
-        scores and candidates as ``top_entries`` takes them, with entry j in column j; returns int64
-        ``[rows, k * block]`` for the k <= count blocks that there are, ascending with gaps: -1 for
-        none.
+        scores and candidates as for ``top_entries``, with entry j in column j; returns int64
+        ``[rows, k * block]`` for the k <= count existing blocks, ascending with gaps: -1 for none.
     """
     rows, entries = scores.shape
     short = -entries % block
-    scores = functional.pad(
-        scores.masked_fill(candidates < 0, -math.inf), (0, short), value=-math.inf
-    )
-    worth = scores.reshape(rows, -1, block).amax(dim=-1)
-    blocks = torch.where(worth == -math.inf, -1, torch.arange(worth.shape[1]))
-    kept = top_entries(worth, blocks, min(count, worth.shape[1]))
+    masked = scores.masked_fill(candidates < 0, -math.inf)
+    scores = functional.pad(masked, (0, short), value=-math.inf)
+    best = scores.reshape(rows, -1, block).amax(dim=-1)
+    blocks = torch.where(best == -math.inf, -1, torch.arange(best.shape[1]))
+    kept = top_entries(best, blocks, min(count, best.shape[1]))
     columns = kept[..., None] * block + torch.arange(block)
     padded = functional.pad(candidates, (0, short), value=-1)
     pool = padded.gather(1, columns.clamp(min=0).flatten(1))
@@ -144,7 +141,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Return positive matrices whose rows and columns sum to about one (Sinkhorn-Knopp).
 
     Shapes:
-        logits ``[rows, n, n]``; returns the same.
+        ``[rows, n, n]`` in and out.
     """
     mixed = logits.softmax(dim=-1) + eps
     for _ in range(iterations):
@@ -170,12 +167,9 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
-    """Return ``rounded``; its gradient passes to ``values`` unchanged.
+    """Return ``rounded``, with the gradient of ``values``, which has its shape.
 
-    Rounding has no useful gradient. With this one a model is trained on the numbers that it reads.
-
-    Shapes:
-        two of the same, which is returned.
+    Rounding has no useful gradient. With this one a model is trained on the values that it reads.
     """
     result: Tensor = _StraightThrough.apply(values, rounded)  # type: ignore[no-untyped-call]
     return result
@@ -183,7 +177,7 @@ def straight_through(values: Tensor, rounded: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys from one source, the window or the entries; they are the values as well.
+    """Keys of one source, window or entries, which are also the values.
 
     Shapes:
         values ``[rows, k, dim]``, readable bool ``[rows, k]``: an unreadable key has any finite value.
@@ -200,12 +194,9 @@ def attend(queries: Tensor, sources: Sequence[Keys]) -> tuple[Tensor, tuple[Tens
         queries ``[rows, heads, dim]``; each row has at least one readable key; returns
         ``[rows, heads, dim]``, and the attention weights of each source, ``[rows, heads, k]``.
     """
-    scores = [
-        torch.einsum("rhd,rkd->rhk", queries, source.values).masked_fill(
-            ~source.readable[:, None], -math.inf
-        )
-        for source in sources
-    ]
+    products = (torch.einsum("rhd,rkd->rhk", queries, source.values) for source in sources)
+    hidden = (~source.readable[:, None] for source in sources)
+    scores = [p.masked_fill(h, -math.inf) for p, h in zip(products, hidden, strict=True)]
     weights = (torch.cat(scores, dim=-1) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
     ends = itertools.accumulate(source.values.shape[1] for source in sources[:-1])
     shares = weights.tensor_split(list(ends), dim=-1)
@@ -223,10 +214,10 @@ def choice_loss(scores: Tensor, picks: Tensor, shares: Tensor) -> Tensor:
         scores and picks ``[rows, k]``, -1 for no pick; shares ``[rows, heads, k]``: the attention
         weight of each pick, without a gradient; returns a scalar.
     """
-    is_there = picks >= 0
-    rows = is_there.any(dim=1)
+    is_missing = picks < 0
+    rows = ~is_missing.all(dim=1)
     target = shares.detach().sum(dim=1)[rows]
     target = target / target.sum(dim=1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
-    logs = scores.masked_fill(~is_there, -math.inf)[rows].log_softmax(dim=1)
-    logs = logs.masked_fill(~is_there[rows], 0.0)
+    logs = scores.masked_fill(is_missing, -math.inf)[rows].log_softmax(dim=1)
+    logs = logs.masked_fill(is_missing[rows], 0.0)
     return (torch.xlogy(target, target) - target * logs).sum() / max(1, len(target))

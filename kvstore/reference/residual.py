@@ -1,11 +1,11 @@
-"""The residual of a row: one stream with additions, or several mixed streams (mHC).
+"""Residual of a row: one stream with additions, or several mixed streams (mHC).
 
 Single-pass hyper-connections read and write the streams of a row once per sub-layer F:
 
     X_{l+1} = B_l X_l + C_l F_l(A_{l-1} X_l),    (A, B, C)_l = H(X_l)
 
-The coefficients A with which a sub-layer reads come from the one before it. So a split of the model,
-such as that between encoder and decoder, passes on the streams and these coefficients.
+A sub-layer reads with coefficients A of the previous one. So a split of the model, such as that between
+encoder and decoder, passes on the streams and these coefficients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvstore.reference.weights import MixWeights
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The streams of some rows, and the coefficients with which the next sub-layer reads them.
+    """Streams of some rows, and the read coefficients of the next sub-layer.
 
     Shapes:
-        values ``[rows, n, hidden]``, read ``[rows, n]``: A of the sub-layer before.
+        values ``[rows, n, hidden]``, read ``[rows, n]``: A of the previous sub-layer.
     """
 
     values: Tensor
@@ -34,11 +34,7 @@ class Streams:
 
     @classmethod
     def start(cls, embedded: Tensor, count: int) -> Streams:
-        """Return rows with their embedding in every stream, and the mean as coefficients.
-
-        Shapes:
-            embedded ``[rows, hidden]``.
-        """
+        """Return ``[rows, hidden]`` embeddings in each of ``count`` streams, read by their mean."""
         values = embedded[:, None].expand(-1, count, -1)
         return cls(values, embedded.new_full((len(embedded), count), 1 / count))
 
@@ -49,7 +45,7 @@ class Streams:
     def advance(
         self, output: Tensor, weights: MixWeights | None, config: ReferenceConfig
     ) -> Streams:
-        """Return the streams after a sub-layer. Without weights its output is added to the one stream.
+        """Return the streams after a sub-layer; without ``weights``, add its output to the one stream.
 
         Shapes:
             output ``[rows, hidden]``: F(A X).
@@ -62,7 +58,7 @@ class Streams:
         read, write, mix = logits.tensor_split([count, 2 * count], dim=-1)
         mix = mix.reshape(-1, count, count)
         kept = ops.sinkhorn(mix, config.hc_sinkhorn_iters, config.hc_eps) @ self.values
-        # Twice a sigmoid: a logit of 0 gives 1, a plain addition.
+        # Twice a sigmoid: a logit of 0 is a factor of 1, a plain addition.
         values = kept + 2 * write.sigmoid()[..., None] * output[:, None]
         return Streams(values, read.sigmoid() + config.hc_eps)
 

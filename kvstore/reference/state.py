@@ -1,4 +1,4 @@
-"""The KV of one sequence during a request, and the floors for reads and writes of it."""
+"""KV of one sequence during a request, with floors for its reads and writes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,16 @@ from kvstore.reference.vision import Image
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """The first tokens that a sequence may read and write.
-
-    Invariants:
-        ``read_floor <= start <= hit``; rows in ``[start, hit)`` are recomputed.
-    """
+    """First tokens that a sequence may read and write: ``read_floor <= start <= hit``."""
 
     start: int
-    """First token that the encoder computes."""
+    """First token computed by the encoder; rows in ``[start, hit)`` are recomputed."""
     hit: int
-    """Global entries before it are restored; the write floor for global entries."""
+    """Write floor of global entries: earlier ones are restored."""
     read_floor: int
-    """Encoder window rows exist from here."""
+    """First encoder window row."""
     window_write_floor: int
-    """Encoder window rows before it are restored and must not change."""
+    """Write floor of encoder window rows: earlier ones are restored."""
 
     @classmethod
     def replay(cls, hit: int, window: int) -> Floors:
@@ -46,9 +42,9 @@ class Floors:
 class SequenceState:
     """Window rows, global entries and rows of unfinished groups of one sequence.
 
-    It keeps the rows of every computed token, while a real engine keeps rings of W rows and of the
-    tokens of one group. So a snapshot can be taken at any boundary, tokens can be rolled back, and
-    unreadable rows can be NaN.
+    It keeps the rows of all computed tokens, unlike a production engine with rings of W rows and of one
+    group. So snapshots are possible at any boundary, tokens can be rolled back, and unreadable rows can
+    be NaN.
 
     Shapes:
         tokens int64 and is_image bool ``[capacity]``; windows ``[layers, capacity, head_dim]``, draft
@@ -74,9 +70,9 @@ class SequenceState:
             self.is_image[span.start : span.stop] = True
         self.floors = floors
         self.decoder_floor = max(0, prompt - config.sliding_window)
-        """D: decoder window rows exist from here, for any hit and any chunks."""
+        """D: first decoder window row, for any hit and any chunks."""
         self.entries = GlobalEntries(layout, len(tokens), dtype)
-        # NaN until written: a row read too early makes every result NaN.
+        # NaN until written, so that a row read too early makes every result NaN.
         shape = (config.draft_layers.stop, len(tokens), config.head_dim)
         self.windows = torch.full(shape, torch.nan, dtype=dtype)
         self.groups = {
@@ -97,12 +93,9 @@ class SequenceState:
         return kvstore.WindowSnapshot(start, stop, {"window": rows}, source)
 
     def write_window(self, layer: int, start: int, rows: Tensor) -> None:
-        """Write the window rows of tokens ``start``, ``start + 1``, ... except restored ones.
+        """Write the window rows of tokens from ``start`` on, except restored ones.
 
-        They are rounded to their stored format, so that a restored row equals this row.
-
-        Shapes:
-            rows ``[n, head_dim]``.
+        They are rounded to their stored format, to equal restored rows. Shapes: rows ``[n, head_dim]``.
         """
         if layer < self._config.last_owner:
             skip = max(0, self.floors.window_write_floor - start)
@@ -112,12 +105,10 @@ class SequenceState:
         self.windows[layer, start : start + len(rows)] = rounded(self._group, rows)
 
     def read_window(self, layer: int, start: int, stop: int) -> Keys:
-        """Return the window rows that queries at ``[start, stop)`` read.
-
-        Zeros replace the rows before the floor.
+        """Return the window rows for queries at ``[start, stop)``, with zeros before the floor.
 
         Shapes:
-            returns ``[stop - start, W, head_dim]``, a view in which the windows overlap.
+            ``[stop - start, W, head_dim]``, a view with overlapping windows.
         """
         in_encoder = layer < self._config.last_owner
         floor = self.floors.read_floor if in_encoder else self.decoder_floor
@@ -131,26 +122,25 @@ class SequenceState:
     def push_groups(
         self, layer: int, start: int, values: Tensor, scores: Tensor
     ) -> tuple[int, Tensor, Tensor]:
-        """Add token rows of an owner; return the groups that they complete, and the first one's number.
+        """Add token rows of an owner; return the number of the first completed group, and the groups.
 
-        Groups before the write floor have entries already and are left out. Rows of an incomplete
+        Groups before the write floor have entries already and are omitted. Rows of an incomplete
         group are kept, because a chunk may end inside a group.
 
         Shapes:
-            values and scores ``[n, head_dim]`` for tokens ``start``, ``start + 1``, ...; returns values
-            and scores of complete groups, ``[groups, ratio, head_dim]``.
+            values and scores ``[n, head_dim]`` of tokens from ``start`` on; returns values and scores
+            of completed groups, ``[groups, ratio, head_dim]``.
         """
         ratio, stop = self._config.ratios[layer], start + len(values)
         kept = self.groups[layer]
         kept[:, start:stop] = torch.stack((values, scores))
         first, end = max(start, self.floors.hit) // ratio, stop // ratio
-        rows = kept[:, first * ratio : max(first, end) * ratio].reshape(
-            2, -1, ratio, self._config.head_dim
-        )
+        rows = kept[:, first * ratio : max(first, end) * ratio]
+        rows = rows.reshape(2, -1, ratio, self._config.head_dim)
         return first, rows[0], rows[1]
 
     def rollback(self, end: int) -> None:
-        """Remove the computed tokens from ``end`` on, which were rejected."""
+        """Remove the rejected tokens from ``end`` on."""
         self.tokens[end:] = 0
         self.windows[:, end:] = torch.nan
         for rows in self.groups.values():
@@ -173,7 +163,7 @@ class Chunk:
 
     @property
     def is_image(self) -> Tensor:
-        """Which of its rows are of an image, bool ``[rows]``."""
+        """Whether each row is of an image, bool ``[rows]``."""
         return self.state.is_image[self.start : self.stop]
 
 

@@ -1,8 +1,7 @@
 """Images in a prompt: embeddings of patch features, and digests.
 
-Every position of an image has the same token, so token ids do not identify the image. So a block's hash
-covers the image's digest and the position in it, and a recomputed row needs the same features at the
-same position.
+All positions of an image have the same token, so token ids do not identify the image. A block's hash
+covers the image's digest and the position in it, and a recomputed row needs the same features there.
 
     start  (h rows of: w image rows, newline)  end
 """
@@ -21,12 +20,12 @@ import kvstore
 from kvstore.reference.weights import VisionWeights
 
 PREPROCESSING = b"kvstore.reference.vision.1"
-"""In every digest: images with another preprocessing never match."""
+"""Part of every digest, so that images with another preprocessing never match."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The patch features of an image, and its start in the prompt.
+    """Patch features of an image, and its start in the prompt.
 
     Shapes:
         patches float32 ``[height, width, vision_hidden]``, height and width multiples of ``ratio``.
@@ -36,10 +35,10 @@ class Image:
     patches: NDArray[np.float32]
     ratio: int = 3
     span: kvstore.ImageSpan = field(init=False)
-    """Its tokens, and a digest of content, size and preprocessing."""
+    """Token range, and a digest of content, size and preprocessing."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for features that do not divide into squares; compute the span."""
+        """Compute the span. Raises ``ValueError`` for features that do not divide into squares."""
         if self.patches.ndim != 3 or any(n < 1 or n % self.ratio for n in self.patches.shape[:2]):
             msg = (
                 f"patches must be [height, width, features] with height and width multiples of "
@@ -66,7 +65,7 @@ def unshuffle(patches: Tensor, ratio: int) -> Tensor:
 
 
 def image_rows(weights: VisionWeights, image: Image) -> Tensor:
-    """Return the embedding of each of an image's tokens. Shapes: ``[tokens, hidden]``."""
+    """Return the embeddings of an image's tokens. Shapes: ``[tokens, hidden]``."""
     patches = torch.from_numpy(image.patches).to(weights.project.dtype)
     rows = unshuffle(patches, image.ratio) @ weights.project
     newlines = weights.newline.expand(len(rows), 1, -1)

@@ -1,4 +1,4 @@
-"""Weights as plain tensors by name. Random weights of a seed are equal in every process."""
+"""Weights as plain tensors by name. Random weights depend on the seed only, not on the process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OwnerWeights:
     """Weights for the global entries of a KV source.
 
     Shapes:
-        values and gate ``[hidden, head_dim]`` (gate is None at ratio 1), norm
-        ``[head_dim]``, index_key ``[head_dim, index_dim]``, index_norm ``[index_dim]``.
+        values and gate (None at ratio 1) ``[hidden, head_dim]``, norm ``[head_dim]``,
+        index_key ``[head_dim, index_dim]``, index_norm ``[index_dim]``.
     """
 
     values: Tensor
@@ -56,7 +56,7 @@ class MixWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngramWeights:
-    """Weights for the gated addition of looked-up rows to each of n streams.
+    """Weights for the gated addition of table rows to each of n streams.
 
     Shapes:
         keys ``[columns * engram_dim, n * hidden]``, values ``[columns * engram_dim, hidden]``,
@@ -150,7 +150,7 @@ class Weights:
         return dict(_named(self, ""))
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """Return weights of this shape with other tensors; ``tensors`` has them all by name."""
+        """Return weights of these shapes with the values of ``tensors``, which has all by name."""
         return _rebuilt(self, "", tensors)
 
 
@@ -178,35 +178,33 @@ def _rebuilt(node: _Node, name: str, tensors: Mapping[str, Tensor]) -> _Node:
     elif isinstance(node, tuple):
         found = tuple(_rebuilt(item, f"{name}.{n}", tensors) for n, item in enumerate(node))
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        changes = {
-            field.name: _rebuilt(
-                getattr(node, field.name), f"{name}.{field.name}".lstrip("."), tensors
-            )
-            for field in dataclasses.fields(node)
-        }
+        changes = {}
+        for field in dataclasses.fields(node):
+            key = f"{name}.{field.name}".lstrip(".")
+            changes[field.name] = _rebuilt(getattr(node, field.name), key, tensors)
         found = dataclasses.replace(node, **changes)
     return found  # type: ignore[return-value]
 
 
 class _Source:
-    """Random matrices in a fixed order, from NumPy's generator, which is equal on all platforms."""
+    """Random matrices in a fixed order, from NumPy's platform-independent generator."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._rng = np.random.default_rng(seed)
         self._dtype = dtype
 
     def matrix(self, rows: int, columns: int) -> Tensor:
-        """Return ``[rows, columns]`` with variance ``1 / rows``, which keeps the variance of products."""
+        """Return ``[rows, columns]`` with variance ``1 / rows``, so that products keep their variance."""
         values = self._rng.standard_normal((rows, columns)) / np.sqrt(rows)
         return torch.from_numpy(values).to(self._dtype)
 
     def norm(self, width: int) -> Tensor:
-        """Return ``[width]`` near one, but not one: tests must detect a missing norm."""
+        """Return ``[width]`` near but not at one, so that tests detect a missing norm."""
         return torch.from_numpy(1.0 + 0.2 * self._rng.standard_normal(width)).to(self._dtype)
 
 
 def random_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype) -> Weights:
-    """Return the random weights of ``seed``."""
+    """Return the weights of ``seed``."""
     source = _Source(seed, dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
     return Weights(
@@ -220,7 +218,7 @@ def random_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype) -> We
 
 
 def _layer(config: ReferenceConfig, spec: LayerSpec | None, source: _Source) -> LayerWeights:
-    """Return a layer of the layer table, or with ``spec`` None a draft layer."""
+    """Return a layer of the layer table, or a draft layer without ``spec``."""
     hidden, inner, rank = config.hidden_size, config.intermediate_size, config.q_lora_rank
     width = config.num_attention_heads * config.head_dim
     is_source = spec is not None and spec.index_source == spec.layer
@@ -248,10 +246,8 @@ def _layer(config: ReferenceConfig, spec: LayerSpec | None, source: _Source) -> 
 def _mix(config: ReferenceConfig, source: _Source) -> MixWeights:
     streams = config.hc_mult
     outputs = 2 * streams + streams * streams
-    return MixWeights(
-        project=source.matrix(streams * config.hidden_size, outputs),
-        bias=source.matrix(1, outputs)[0],
-    )
+    project = source.matrix(streams * config.hidden_size, outputs)
+    return MixWeights(project=project, bias=source.matrix(1, outputs)[0])
 
 
 def _engram(config: ReferenceConfig, source: _Source) -> EngramWeights:
@@ -280,13 +276,9 @@ def _draft(config: ReferenceConfig, source: _Source) -> DraftWeights:
 
 def _vision(config: ReferenceConfig, source: _Source) -> VisionWeights:
     inputs = config.downsample_ratio**2 * config.vision_hidden_size
-    marks = source.matrix(3, config.hidden_size) * 3**0.5
-    return VisionWeights(
-        project=source.matrix(inputs, config.hidden_size),
-        start=marks[0].clone(),
-        newline=marks[1].clone(),
-        end=marks[2].clone(),
-    )
+    start, newline, end = (row.clone() for row in source.matrix(3, config.hidden_size) * 3**0.5)
+    project = source.matrix(inputs, config.hidden_size)
+    return VisionWeights(project=project, start=start, newline=newline, end=end)
 
 
 def _owner(config: ReferenceConfig, spec: LayerSpec, source: _Source) -> OwnerWeights:

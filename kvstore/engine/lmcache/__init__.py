@@ -1,7 +1,7 @@
-"""LMCache's second tier (L2) on block stores: an adapter for the ``plugin`` type of its MP server.
+"""Second tier (L2) of LMCache: an adapter for the ``plugin`` type of its MP server. See docs/lmcache.md.
 
-``options`` has the parameters, ``keys`` encodes object keys, ``objects`` holds the stores and the index of stored objects, ``tasks``
-runs LMCache's asynchronous tasks, and ``adapter`` implements LMCache's interface. See docs/lmcache.md.
+``options`` has the parameters, ``keys`` the encoding of object keys, ``objects`` the stores and their
+index, ``tasks`` LMCache's asynchronous tasks, and ``adapter`` LMCache's interface.
 """
 
 from __future__ import annotations

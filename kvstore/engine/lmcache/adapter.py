@@ -1,8 +1,8 @@
 """``KVStoreL2Adapter``: LMCache's L2 interface over ``Objects``.
 
 LMCache's controllers submit tasks and wait for three event fds. One thread stores; another looks up
-and loads. Each has a bounded queue, and a task that finds its queue full fails at once. Unlocking
-never waits and never fails.
+and loads. Each has a bounded queue; a task for a full queue fails at once. Unlocking neither waits nor
+fails.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ logger = logging.getLogger("kvstore.engine.lmcache")
 
 
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine is not typed
-    """An L2 adapter of LMCache's MP server.
+    """L2 adapter for LMCache's MP server. Threads: any.
 
-    A store task succeeds only when all its objects survive power loss. A lookup pins the objects that
-    it found; each needs as many unlocks as lookups. A load verifies each object in the caller's buffer.
-
-    Threads: any. Each result is handed out once.
+    A store task succeeds when all its objects survive power loss. A lookup pins the objects that it
+    finds; each needs as many unlocks as lookups. A load verifies each object in the caller's buffer.
+    Each result is returned once.
     """
 
     def __init__(
@@ -45,11 +44,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         config: KVStoreL2AdapterConfig,
         l1_memory_desc: Any = None,  # noqa: ARG002 - how the factory calls it; nothing is registered
     ) -> None:
-        """Open the existing stores, and report their objects to LMCache.
-
-        Raises:
-            KVStoreError: if a store cannot be opened, or another process owns it.
-        """
+        """Open existing stores, and report their objects. Raises ``KVStoreError`` as ``Objects``."""
         capacity = kvstore.size_bytes(config.ssd_bytes, "ssd_bytes")
         super().__init__(max_capacity_bytes=capacity)
         self.objects = Objects(config, capacity)
@@ -57,7 +52,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         self.faults = Faults(logger)
         self.writer = TaskQueue("kvstore-lmcache-store", config.queue_tasks)
         self.reader = TaskQueue("kvstore-lmcache-load", config.queue_tasks)
-        numbers = count()  # of all three kinds: LMCache may keep their ids in one table
+        numbers = count()  # shared, because LMCache may keep ids of all three kinds in one table
         note = self.faults.note
         self._storing = Tasks[L2StoreResult](self.writer, numbers, lambda e: note("store task", e))
         self._lookups = Tasks[Bitmap](self.reader, numbers, lambda e: note("lookup task", e))
@@ -67,17 +62,17 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
 
     @override
     def get_store_event_fd(self) -> int:
-        """Return the fd that is signalled when store tasks are done."""
+        """Return the fd that is signalled when a store task is done."""
         return self._storing.event_fd
 
     @override
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Return the fd that is signalled when lookups are done."""
+        """Return the fd that is signalled when a lookup is done."""
         return self._lookups.event_fd
 
     @override
     def get_load_event_fd(self) -> int:
-        """Return the fd that is signalled when loads are done."""
+        """Return the fd that is signalled when a load is done."""
         return self._loading.event_fd
 
     # ---- storing -------------------------------------------------------------------------------
@@ -109,14 +104,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         ]
 
     def report_removed(self) -> None:
-        """Tell LMCache which objects the stores removed."""
+        """Report the objects that the stores removed to LMCache."""
         removed = self.objects.take_removed()
         if removed:
             self._notify_keys_deleted([e.key for e in removed], [e.size for e in removed])
 
     @override
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
-        """Return the results of all store tasks that are done, once."""
+        """Return the results of all completed store tasks, once."""
         return self._storing.take_all()
 
     # ---- looking up ----------------------------------------------------------------------------
@@ -132,7 +127,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
 
     def _lookup(self, keys: Sequence[ObjectKey], descs: Mapping[int, MemoryLayoutDesc]) -> Bitmap:
         check_keys(keys)
-        self.report_removed()  # first: a failure after a lock would leave the lock behind
+        self.report_removed()  # before any lock, which a failure here would leak
         found = Bitmap(len(keys))
         for i, key in enumerate(keys):
             if self.objects.lock(key, descs.get(key.object_group_id)):
@@ -182,10 +177,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
 
     @override
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Delete objects; locked ones stay. Listeners are told which were deleted."""
-        with self.faults.noted(
-            "deletion"
-        ):  # LMCache's thread would end, and nothing be evicted any more
+        """Delete objects; locked ones stay. Deletions are reported to listeners."""
+        # An exception would end LMCache's eviction thread.
+        with self.faults.noted("deletion"):
             self.objects.delete_keys(keys)
             self.report_removed()
 
@@ -193,10 +187,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """List stored objects, ordered by their encoded keys; the cursor is the last key of a page.
+        """List stored objects, ordered by encoded keys; the cursor is the last key of a page.
 
         Raises:
-            ValueError: for a page size below 1, or a cursor that no page had.
+            ValueError: for a page size below 1, or an invalid cursor.
         """
         integer(page_size, "page_size", 1)
         after = b""
@@ -245,7 +239,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc] # the engine i
         self.writer.close()
         self.reader.close()
         self._is_closed = True
-        with self.faults.noted("closing"):  # LMCache closes other adapters after this one
+        with self.faults.noted("closing"):  # LMCache closes its other adapters after this one
             self.objects.close()
         for tasks in (self._storing, self._lookups, self._loading):
             tasks.close()

@@ -1,7 +1,6 @@
 """Keys of LMCache's objects as keys of a block store.
 
-An object is stored under its whole key and a digest of its shapes and dtypes, which LMCache's keys
-lack.
+A store's key is the object's whole key and a digest of its shapes and dtypes, which LMCache's key lacks.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _MAGIC = b"kvl1"
 _SIZE = struct.Struct("<I")
 _HASH_BYTES = 16
 """Fewest bytes of a chunk hash. LMCache's ``builtin`` and ``*_64bit`` hashes have 8 bytes: colliding
-prompts can be constructed, and an SSD full of chunks has some by chance."""
+prompts can be constructed, and occur by chance on a full SSD."""
 _RANK_LIMIT = 1 << 32
-"""LMCache packs the count and the number of a worker into 8 bits each: with more workers ranks collide."""
+"""LMCache packs count and number of a worker into 8 bits each: with more workers, ranks collide."""
 
 
 def encode_key(key: ObjectKey, layout: bytes) -> bytes:
@@ -39,7 +38,7 @@ def encode_key(key: ObjectKey, layout: bytes) -> bytes:
 
 
 def decode_key(data: bytes) -> tuple[ObjectKey, bytes] | None:
-    """Return the arguments of ``encode_key``, None for bytes that it did not return."""
+    """Return the arguments of ``encode_key``, None for invalid bytes."""
     fields: list[bytes] = []
     at = len(_MAGIC)
     while at + _SIZE.size <= len(data) and len(fields) < 6:
@@ -57,7 +56,7 @@ def decode_key(data: bytes) -> tuple[ObjectKey, bytes] | None:
 
 
 def check_keys(keys: Sequence[ObjectKey]) -> None:
-    """Raise ``ConfigError`` for a key that can stand for two prompts or two workers."""
+    """Raise ``ConfigError`` for a key that does not identify one prompt and one worker."""
     for key in keys:
         if len(key.chunk_hash) < _HASH_BYTES:
             msg = (
@@ -67,15 +66,15 @@ def check_keys(keys: Sequence[ObjectKey]) -> None:
             raise ConfigError(msg)
         if not 0 <= key.kv_rank < _RANK_LIMIT:
             msg = (
-                f"kv rank {key.kv_rank:#x} belongs to more than 255 workers, whose ranks LMCache's "
-                "keys do not tell apart; use fewer workers"
+                f"kv rank {key.kv_rank:#x} belongs to more than 255 workers, whose ranks collide in "
+                "LMCache's keys; use fewer workers"
             )
             raise ConfigError(msg)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored object."""
+    """Stored object."""
 
     key: ObjectKey
     layout: bytes
@@ -83,5 +82,5 @@ class Entry:
 
     @property
     def name(self) -> bytes:
-        """The store's key of the object."""
+        """Key of the object in its store."""
         return encode_key(self.key, self.layout)

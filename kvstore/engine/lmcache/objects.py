@@ -22,20 +22,20 @@ from kvstore.engine.lmcache.options import KVStoreL2AdapterConfig
 from kvstore.errors import ConfigError, KVStoreError
 
 PUT_WAIT_SECONDS = 30.0
-"""Most time that a store task waits for room in the queue of its store before it fails."""
+"""Longest wait of a store task for room in the queue of its store, after which it fails."""
 _FOLDER = "size-"
 _SIZE = struct.Struct("<I")
 _VERSION_FILE = "VERSION"
-"""A file that every store has (docs/format.md)."""
+"""File of every store (docs/format.md)."""
 
 
 def claim(path: str) -> Path:
-    """Make the directory of the stores. Raises ``ConfigError`` if no store can be made in it."""
+    """Create the directory of the stores. Raises ``ConfigError`` if no store can be created in it."""
     try:
         root = Path(path).expanduser().resolve()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:
-        msg = f"path {path} cannot be made: {error}; choose a directory that you can write to"
+        msg = f"path {path} cannot be created: {error}; choose a directory that you can write to"
         raise ConfigError(msg) from error
     if not os.access(root, os.W_OK | os.X_OK):
         msg = f"path {root} is not writable by this user; choose a directory that you can write to"
@@ -46,10 +46,7 @@ def claim(path: str) -> Path:
 
 
 class Objects:
-    """The stores of all sizes, the index of their objects, and the locks of LMCache on them.
-
-    Threads: any.
-    """
+    """Stores of all sizes, with an index of their objects and LMCache's locks on them. Threads: any."""
 
     def __init__(self, config: KVStoreL2AdapterConfig, capacity: int) -> None:
         """Open the stores and index their objects; ``capacity`` is the cap of all files in bytes.
@@ -63,17 +60,16 @@ class Objects:
         self._opening = threading.Lock()
         self.stores: dict[int, kvstore.BlockStore] = {}
         self.obstacle = ""
-        """Why the last store could not be opened; empty once one can."""
-        self._lock = threading.Lock()
-        """Guards what follows. Nothing waits while holding it."""
+        """Error of the last attempt to open a store; empty after a success."""
+        self._lock = threading.Lock()  # of the members below; held without waiting
         self.entries: dict[ObjectKey, dict[bytes, Entry]] = {}
         """Stored objects by key and layout."""
         self._by_id: dict[bytes, Entry] = {}
-        """Stored objects by their size and the id of their block."""
+        """Stored objects by size and block id."""
         self._removed: deque[bytes] = deque()
-        """Sizes and ids of blocks that a store removed, not yet taken out of the index."""
+        """Sizes and ids of blocks that a store removed and the index still has."""
         self._locks: dict[ObjectKey, list[Entry]] = {}
-        """The entry that each lock of a key has pinned, newest last."""
+        """Entries pinned by the locks of a key, newest last."""
         try:
             self._open_existing()
         except BaseException:
@@ -93,7 +89,7 @@ class Objects:
         sizes = sorted(int(n[len(_FOLDER) :]) for n in names if n[len(_FOLDER) :].isdigit())
         if len(sizes) > self.config.sizes:
             msg = (
-                f"{self._root} holds stores for {len(sizes)} object sizes ({sizes}), expected at most "
+                f"{self._root} has stores for {len(sizes)} object sizes ({sizes}), expected at most "
                 f"'sizes' = {self.config.sizes}; raise it, or remove a folder"
             )
             raise ConfigError(msg)
@@ -130,7 +126,7 @@ class Objects:
     # ---- index ---------------------------------------------------------------------------------
 
     def enter(self, block_id: bytes, entry: Entry) -> bool:
-        """Add a stored object to the index; return whether it is new there."""
+        """Add a stored object to the index; return whether it is new."""
         with self._lock:
             is_new = entry.layout not in self.entries.get(entry.key, {})
             self.entries.setdefault(entry.key, {})[entry.layout] = entry
@@ -138,14 +134,14 @@ class Objects:
         return is_new
 
     def take_removed(self) -> list[Entry]:
-        """Take the objects that the stores removed out of the index, and return them."""
+        """Remove the objects that the stores removed from the index, and return them."""
         removed: list[Entry] = []
         with self._lock:
             while self._removed:
                 sized_id = self._removed.popleft()
                 entry = self._by_id.get(sized_id)
                 if entry is not None and not self.stores[entry.size].exists([entry.name]):
-                    del self._by_id[sized_id]  # else it was stored again meanwhile
+                    del self._by_id[sized_id]  # unless it was stored again meanwhile
                     layouts = self.entries[entry.key]
                     del layouts[entry.layout]
                     if not layouts:
@@ -154,7 +150,7 @@ class Objects:
         return removed
 
     def every(self, model_name: str | None) -> list[Entry]:
-        """Return the stored objects, of one model if it is named."""
+        """Return the stored objects, of all models or of one."""
         with self._lock:
             return [
                 entry
@@ -164,7 +160,7 @@ class Objects:
             ]
 
     def _candidate(self, key: ObjectKey, desc: MemoryLayoutDesc | None) -> Entry | None:
-        """Return the stored object with ``key`` and the layout ``desc``, or one that a serde made."""
+        """Return the stored object of ``key`` with the layout ``desc``, or one made by a serde."""
         with self._lock:
             layouts = self.entries.get(key, {})
             if desc is None:
@@ -181,13 +177,13 @@ class Objects:
         """Store objects durably; return those that are new, and whether all are stored.
 
         Raises:
-            ConfigError: for an object of a further size.
+            ConfigError: for an object of more sizes than configured.
         """
         stores = {size: self._store(size) for size in dict.fromkeys(e.size for e in entries)}
         unknown = [size for size, store in stores.items() if store is None]
         if unknown:
             msg = (
-                f"an object has {unknown[0]} bytes, and {sorted(self.stores)} are already the most "
+                f"an object has {unknown[0]} bytes, expected one of {sorted(self.stores)}, the most "
                 "sizes that 'sizes' allows; raise 'sizes' in adapter_params"
             )
             raise ConfigError(msg)
@@ -233,7 +229,7 @@ class Objects:
         self.delete(entries)
 
     def lock(self, key: ObjectKey, desc: MemoryLayoutDesc | None) -> bool:
-        """Pin the object of a key until it is unlocked; return whether it is stored."""
+        """Pin the object of a key until ``unlock``; return whether it is stored."""
         entry = self._candidate(key, desc)
         if entry is None or not self.stores[entry.size].pin([entry.name])[0]:
             return False
@@ -252,11 +248,11 @@ class Objects:
             self.stores[entry.size].unpin([entry.name])
 
     def stats(self) -> dict[str, Mapping[str, Any]]:
-        """Return the ``stats`` of the store of each size."""
+        """Return ``stats`` of each size's store."""
         return {str(size): store.stats() for size, store in list(self.stores.items())}
 
     def close(self) -> None:
-        """Close every store, also after one failed to."""
+        """Close every store, also after a failure."""
         with ExitStack() as stack:
             for store in self.stores.values():
                 stack.callback(store.close)

@@ -1,4 +1,4 @@
-"""Options of the adapter, and the owner of its objects: objects of another owner never match."""
+"""Options of the adapter, and digests of object layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.engine.options import options_of
 
 @dataclass(kw_only=True, eq=False)  # LMCache sets attributes of its own on it
 class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the engine is not typed
-    """The ``adapter_params`` of the adapter."""
+    """Options in ``adapter_params``."""
 
     path: str
     ssd_bytes: int | str = "16GiB"
@@ -30,19 +30,19 @@ class KVStoreL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc] # the e
     @classmethod
     @override
     def from_dict(cls, d: Mapping[str, Any]) -> KVStoreL2AdapterConfig:
-        """Return the checked parameters. Raises ``ConfigError``, a ``ValueError``."""
+        """Return checked options. Raises ``ConfigError``, a ``ValueError``."""
         config = options_of(cls, "adapter_params", d, "revision")
         kvstore.size_bytes(config.ssd_bytes, "ssd_bytes")
         return config
 
     def layout(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> bytes:
-        """Return a digest of all facts that must agree for a hit and are not in the object key."""
+        """Return a digest of revision, tenant, shapes and dtypes, which the object key does not have."""
         facts = [[list(shape) for shape in shapes], [str(dtype) for dtype in dtypes]]
         owner = ["kvstore.lmcache.1", self.revision, self.tenant]
         return hashlib.sha256(json.dumps([owner, facts]).encode()).digest()
 
     def opaque_layout(self, size: int) -> bytes:
-        """Return the layout of an object that a serde made: plain bytes, whatever its values were."""
+        """Return the layout of an object made by a serde, which is plain bytes."""
         return self.layout([[size]], ["torch.uint8"])
 
     @classmethod

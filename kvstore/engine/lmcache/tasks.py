@@ -1,4 +1,4 @@
-"""Asynchronous tasks as LMCache's controllers expect them: bounded queues, event fds and results."""
+"""Asynchronous tasks of LMCache's controllers: bounded queues, event fds and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class TaskQueue:
-    """One thread that runs tasks in order. At most ``bound`` tasks wait."""
+    """A thread that runs tasks in order, with a queue of at most ``bound`` tasks."""
 
     def __init__(self, name: str, bound: int) -> None:
         self._pool = ThreadPoolExecutor(1, name)
@@ -44,15 +44,15 @@ class TaskQueue:
 
 
 class Tasks(Generic[T]):
-    """Tasks of one kind: their queue, their event fd and the results not yet taken.
+    """Tasks of one kind: queue, event fd and pending results. Each result is returned once.
 
-    Threads: any. Each result is handed out once.
+    Threads: any.
     """
 
     def __init__(
         self, queue: TaskQueue, numbers: Iterator[int], note: Callable[[Exception], None]
     ) -> None:
-        """``numbers`` yields task ids. ``note`` takes the exception of a task that failed."""
+        """``numbers`` yields task ids. ``note`` is called with the exception of a failed task."""
         self._queue = queue
         self._numbers = numbers
         self._note = note
@@ -60,16 +60,15 @@ class Tasks(Generic[T]):
         self._results: dict[int, T] = {}
         self._lock = threading.Lock()
         self._is_closed = False
-        self.refused = 0
-        """Tasks that found the queue full or closed."""
+        self.refused = 0  # tasks for a full or closed queue
 
     @property
     def event_fd(self) -> int:
-        """The fd that is signalled when a task is done."""
+        """Fd that is signalled when a task is done."""
         return int(self._event.fileno())
 
     def submit(self, work: Callable[[], T], failed: Callable[[], T]) -> int:
-        """Queue ``work``; return its id. A task that raises or is refused has the result ``failed()``."""
+        """Queue ``work``; return its id. The result of a failed or refused task is ``failed()``."""
         with self._lock:
             number = next(self._numbers)
 
@@ -94,12 +93,12 @@ class Tasks(Generic[T]):
                 self._event.notify()
 
     def take(self, number: int) -> T | None:
-        """Return the result of a task; None before it is done and after it was taken."""
+        """Return the result of a task, once; None before it is done and after."""
         with self._lock:
             return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, T]:
-        """Return the results of all tasks that are done."""
+        """Return the results of all completed tasks, once."""
         with self._lock:
             results, self._results = self._results, {}
         return results

@@ -1,7 +1,6 @@
-"""SGLang's hierarchical cache (HiCache) on block stores: a storage backend for its ``dynamic`` type.
+"""Storage backend of SGLang's hierarchical cache (HiCache), for its ``dynamic`` type. See docs/sglang.md.
 
-``options`` has the configuration, ``pools`` the stores behind SGLang's host pools, and ``hicache`` the
-backend's interface. See docs/sglang.md.
+``options`` has the configuration, ``pools`` the stores of SGLang's host pools, ``hicache`` the interface.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``KVStoreHiCache``: SGLang's storage interface over ``Pools``.
 
-SGLang calls from its prefetch, auxiliary, backup and scheduler threads, and an exception may end such
-a thread without a message. So no call of an attached backend raises: a failure is a miss, counted, and
-logged once.
+Callers are SGLang's prefetch, auxiliary, backup and scheduler threads, which an exception may end without
+a message. So no call of an attached backend raises: a failure is a miss, counted, and logged once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvstore.engine.faults import Faults
 from kvstore.engine.sglang.pools import CHUNK_PAGES, KV, ON_SSD, HostPool, Pool, Pools
 
 _SAMPLES = 1024
-"""Transfers whose speeds are kept between two reads of SGLang's metrics."""
+"""Most recorded transfer speeds between two reads of SGLang's metrics."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +42,7 @@ def _or_miss(miss: Callable[..., Any]) -> Callable[[F], F]:
         def guarded(self: KVStoreHiCache, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # it would end a thread of SGLang
+            except Exception as error:  # would end a thread of SGLang
                 self.faults.report(f"error in {method.__name__}", repr(error))
                 return miss(*args, **kwargs)
 
@@ -61,13 +60,11 @@ def _each_missed(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not typed
-    """A storage backend of SGLang's hierarchical cache.
+    """Storage backend of SGLang's hierarchical cache. Threads: any.
 
-    Units: pages of SGLang, ``page_size`` tokens each. A page is stored with a checksum under its
-    whole key, which begins with a digest of model, weights, tenant, SGLang's settings that decide
-    numbers, shard, dtype, layout and size.
-
-    Threads: any.
+    Its unit is SGLang's page of ``page_size`` tokens. A page is stored with a checksum under its whole
+    key, which begins with a digest of model, weights, tenant, SGLang's settings that decide values,
+    shard, dtype, layout and size.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Check the configuration. Stores open when all host pools are registered.
+        """Check the configuration. Stores are opened after all host pools are registered.
 
         Raises:
             ConfigError: for an option that is unknown, missing or out of range.
@@ -98,28 +95,24 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
 
     @override
     def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
-        """Register the anchor pool, that of the KV pages. Raises ``ConfigError`` if it is unusable."""
+        """Register the anchor pool, which has the KV pages. Raises ``ConfigError`` if it is unusable."""
         self.mem_pool_host = mem_pool_host
         self.pools.add_anchor(mem_pool_host)
 
     @override
     def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
-        """Register a further pool. An unknown one, or one without flat pages, always misses."""
+        """Register another pool. Lookups in an unknown one, or one without flat pages, always miss."""
         self.pools.add(str(host_pool_name), host_pool)
 
     @override
     def on_host_pools_registered(self) -> None:
-        """Open the stores.
-
-        Raises:
-            KVStoreError: if a store cannot be opened; SGLang then does not attach.
-        """
+        """Open the stores. Raises ``KVStoreError`` if one cannot be opened: SGLang does not attach."""
         self.pools.open()
 
     # ---- copies --------------------------------------------------------------------------------
 
     def _load(self, pool: Pool, pages: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        """Load pages into the slots of a host pool, each through a flat page outside it."""
+        """Load pages into the slots of a host pool, each through a temporary flat page."""
         starts = pool.starts(pages, indices)
         began = time.perf_counter()
         done: list[bool] = []
@@ -173,7 +166,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """Return ``target_location`` (or a new flat page) with the page in it, None for a miss."""
+        """Return the page in ``target_location`` or a new flat page, None for a miss."""
         host = self._kv.host
         target = host.get_dummy_flat_data_page() if target_location is None else target_location
         return target if self.pools.get(self._kv, [key], [target])[0] else None
@@ -186,7 +179,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         target_locations: list[torch.Tensor] | None = None,
         target_sizes: Any = None,
     ) -> list[torch.Tensor | None]:
-        """Return for each key its target with the page in it, None for a miss."""
+        """Return for each key its filled target, None for a miss."""
         pool = self._kv
         targets = target_locations or [pool.host.get_dummy_flat_data_page() for _ in keys]
         began = time.perf_counter()
@@ -235,7 +228,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many leading KV pages are stored."""
+        """Return the number of leading KV pages that are stored."""
         return self.pools.exists(self._kv, keys)
 
     # ---- interface 2: KV pages by their slots in the host pool ---------------------------------
@@ -277,7 +270,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         restorable = list(range(1, reach[KV] + 1))
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # such a pool never limits the hit, and kvstore stores none
+                continue  # never limits the hit, and is not stored
             pages = keys[: reach[KV]]
             lengths = self._restorable(transfer, pages)
             if lengths:
@@ -319,14 +312,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     def _each(
         self, transfers: Sequence[PoolTransfer], work: Callable[[Pool, PoolTransfer], list[bool]]
     ) -> dict[str, list[bool]]:
-        """Transfer every pool's pages. A failure in one pool causes no miss in another."""
+        """Transfer the pages of each pool. A failure in one pool causes no miss in another."""
         done = _all_missed(transfers)
         for transfer in transfers:
             pool = self.pools.of(transfer)
             if pool is not None:
                 try:
                     done[transfer.name] = work(pool, transfer)
-                except Exception as error:  # as in _or_miss, for one pool of several
+                except Exception as error:  # as in _or_miss, for one pool
                     self.faults.report(f"error in pool {pool.name}", repr(error))
         return done
 
@@ -335,7 +328,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
     @override
     @_or_miss(lambda: False)
     def clear(self) -> bool:
-        """Remove every page that this rank owns."""
+        """Remove all pages of this rank."""
         self.pools.clear()
         return True
 
@@ -361,5 +354,5 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # the engine is not 
         return {**self.pools.stats(), "counts": dict(self.faults.counts)}
 
     def close(self) -> None:
-        """Flush and close every store, also after one failed to. Idempotent."""
+        """Flush and close every store, also after a failure. Idempotent."""
         self.pools.close()

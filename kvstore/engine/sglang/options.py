@@ -1,4 +1,4 @@
-"""Options of the backend, and the facts of a running SGLang that decide the numbers in a page."""
+"""Options of the backend, and facts of a running SGLang that decide the values in a page."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
         "enable_tf32_matmul",
     ),
 }
-"""Settings of SGLang that decide the numbers in a page, by its namespaces; () is all of a namespace.
+"""Settings of SGLang that decide the values in a page, by namespace; () is a whole namespace.
 
 Source: ``sglang.srt.arg_groups.fields`` of 0.5.23, without settings that only place work or bound memory.
 """
 _SGLANG_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""Keys of the extra config that SGLang's factory and controller read themselves."""
+"""Keys of the extra config that SGLang's factory and controller read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheOptions:
-    """kvstore's options in ``--hicache-storage-backend-extra-config``."""
+    """Options of kvstore in ``--hicache-storage-backend-extra-config``."""
 
     path: str
-    """Directory of the stores. Each rank and pool has one below it."""
+    """Directory of the stores, with a directory for each rank and pool."""
     ssd_bytes: int | str = "16GiB"
     """Cap of all stores of this rank together."""
     window_bytes: int | str = "1GiB"
-    """Cap of the pool for trailing pages, in host memory."""
+    """Cap of the trailing pages in host memory."""
     window_ttl: float = 300.0
-    """Seconds for which a trailing page is served."""
+    """Lifetime of a trailing page in seconds."""
     tenant: str = ""
-    """Separates users of one directory. SGLang's own keys have the salts of requests."""
+    """Salt that separates users of one directory. SGLang's own keys have the salts of requests."""
     weights: str
     """Digest or revision of the weights. The model's name does not identify them."""
     secret: bool = False
-    """Whether keys depend on a random secret in each store's directory. Fixed when the store is made."""
+    """Whether keys depend on a random secret in each store's directory. Fixed at creation."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any] | None) -> HiCacheOptions:
-        """Return the options in an extra config. Raises ``ConfigError`` for an unknown or wrong one."""
+        """Return checked options. Raises ``ConfigError`` for an unknown or invalid one."""
         given = {name: value for name, value in (extra or {}).items() if name not in _SGLANG_KEYS}
         options = options_of(cls, "extra config", given, "weights")
         positive(options.window_ttl, "extra config: 'window_ttl'", "seconds", ConfigError)
@@ -77,7 +77,7 @@ class HiCacheOptions:
 
 
 def settings() -> dict[str, Any]:
-    """Return the facts that decide a page's numbers and are not in SGLang's keys, as JSON values.
+    """Return the facts that decide a page's values and are not in SGLang's keys, as JSON values.
 
     Raises:
         ConfigError: if SGLang has not published its settings in this process.
@@ -93,7 +93,7 @@ def settings() -> dict[str, Any]:
         found["weight_version"] = get_serving().weight_version
     except ValueError as error:
         msg = (
-            f"SGLang's settings decide the numbers in a page, and cannot be read: {error}; attach the "
+            f"SGLang's settings decide the values in a page, and cannot be read: {error}; attach the "
             "backend in a scheduler process of SGLang 0.5.23"
         )
         raise ConfigError(msg) from error
@@ -101,9 +101,9 @@ def settings() -> dict[str, Any]:
 
 
 def adapters() -> dict[str, str]:
-    """Return names and digests of the LoRA adapters in ``--lora-paths``; SGLang's keys have the paths.
+    """Return digests of the LoRA adapters in ``--lora-paths`` by name; SGLang's keys have the paths.
 
-    SGLang names an adapter that is loaded later by a random number, so it never hits after a restart.
+    SGLang names an adapter loaded later by a random number, so it never hits after a restart.
 
     Raises:
         ConfigError: if an adapter is not in a local folder.

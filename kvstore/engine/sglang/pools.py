@@ -1,8 +1,8 @@
-"""SGLang's host pools, and the pages of each: in a store on SSD, or in a pool in host memory.
+"""SGLang's host pools, and their pages: in stores on SSD, or in host memory.
 
-Pools whose pages every later token reads (KV, indexer, compressed KV) have a store each. Pools of
-which only the last pages are read (sliding windows, recurrent states) share ``TrailingPages``. The names
-of both kinds are listed here; a pool of another name is refused.
+A pool whose pages every later token reads (KV, indexer, compressed KV) has a store. Pools of which only
+the last pages are read (sliding windows, recurrent states) share ``TrailingPages``. The names of both
+kinds are listed here; a pool of another name is refused.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ ON_SSD = frozenset(
     | {f"deepseek_v4_{kind}_indexer" for kind in ("c1", "c2", "c4")}
     | {f"deepseek_v4_{kind}_indexer_scale" for kind in ("c1", "c2", "c4")}
 )
-"""Pools of which later tokens may read every page."""
+"""Pools whose pages every later token may read."""
 IN_HOST = frozenset(
     {"mamba", "swa", "auxiliary_swa", "draft_swa"}
     | {f"deepseek_v4_{kind}_state" for kind in ("c4", "c4_indexer", "c128")}
 )
 """Pools of which only the pages at the end of a prefix are read."""
 CHUNK_PAGES = 16
-"""Pages copied out of a host pool at a time. It bounds the memory of one call besides the queue."""
+"""Pages copied from a host pool at a time; bounds the memory of one call besides the queue."""
 _PUT_WAIT_SECONDS = 5.0
-"""Most time that the backup thread waits for room in the queue before it drops pages."""
+"""Longest wait of the backup thread for room in the queue, after which pages are dropped."""
 
 
 class HostPool(Protocol):
-    """The members of SGLang's host pools that are used here."""
+    """Members of SGLang's host pools that are used here."""
 
     page_size: int
     layout: str
@@ -59,10 +59,10 @@ class HostPool(Protocol):
     end_layer: int
 
     def get_data_page(self, index: int, flat: bool = ...) -> torch.Tensor:  # noqa: FBT001
-        """Return the page whose first slot is ``index``."""
+        """Return the page that starts at slot ``index``."""
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """Return a flat page of the right size."""
+        """Return an empty flat page."""
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         """Write a flat page to the slots from ``index`` on."""
@@ -75,19 +75,19 @@ class Pool:
     name: str
     host: HostPool
     identity: bytes
-    """Digest of all facts that must agree before a page is reused. Every key begins with it."""
+    """Digest of all facts that must be equal for reuse of a page; the start of every key."""
     page_bytes: int
     """0 for a pool that counts pages and has no bytes of its own."""
     store: kvstore.BlockStore | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of its store."""
+        """Block size of its store in bytes."""
         return max(1, self.page_bytes)
 
     @property
     def weight(self) -> int:
-        """Its share of the cap: the 4 KiB pages that a page of the pool needs."""
+        """Share of the cap: 4 KiB pages needed for a page of the pool."""
         return -(-(self.block_bytes + 1024) // 4096)
 
     def key(self, page: str) -> bytes:
@@ -99,28 +99,18 @@ class Pool:
         size = self.host.page_size
         found = 0 if indices is None else indices.numel()
         if indices is None or found != len(pages) * size:
-            msg = (
-                f"pool {self.name!r}: expected {size} host indices for each of {len(pages)} pages, "
-                f"found {found}"
-            )
+            msg = f"pool {self.name!r}: expected {len(pages)} x {size} host indices, found {found}"
             raise ValueError(msg)
         return [int(start) for start in indices[::size].tolist()]
 
 
 class Pools:
-    """The host pools of one rank, and the pages stored for them.
-
-    Threads: any.
-    """
+    """Host pools of one rank, and the stores of their pages. Threads: any."""
 
     def __init__(
         self, config: HiCacheStorageConfig, faults: Faults, clock: Callable[[], float]
     ) -> None:
-        """Check the configuration. Stores open when all host pools are registered.
-
-        Raises:
-            ConfigError: for an option that is unknown, missing or out of range.
-        """
+        """Check the configuration. Raises ``ConfigError`` for an unknown, missing or invalid option."""
         self._config = config
         self._options = options = HiCacheOptions.of(config.extra_config)
         self._faults = faults
@@ -144,11 +134,11 @@ class Pools:
         self.by_name[KV] = self._described(KV, host)
 
     def add(self, name: str, host: HostPool) -> None:
-        """Register a further pool. An unknown, late or unusable one is refused: its pages miss."""
+        """Register another pool. An unknown, late or unusable one is refused: its pages miss."""
         if name == KV and KV in self.by_name and self.by_name[KV].host is host:
             return
         if name not in ON_SSD | IN_HOST:
-            self._refuse(f"kvstore does not know {name!r}: its pages always miss")
+            self._refuse(f"{name!r} is unknown to kvstore: its pages always miss")
         elif name in ON_SSD and self._is_open:
             self._refuse(f"{name!r} was registered after the stores were sized; attach again")
         else:
@@ -161,11 +151,7 @@ class Pools:
         self._faults.report("pool refused", detail)
 
     def open(self) -> None:
-        """Open a store for every pool on SSD, each with its share of the cap.
-
-        Raises:
-            KVStoreError: if a store cannot be opened.
-        """
+        """Open a store for every pool on SSD, with its share of the cap. Raises ``KVStoreError``."""
         self._is_open = True
         pools = [pool for pool in self.by_name.values() if pool.name in ON_SSD]
         whole = sum(pool.weight for pool in pools)
@@ -192,7 +178,7 @@ class Pools:
         return Pool(name, host, hashlib.sha256(json.dumps(identity).encode()).digest(), page_bytes)
 
     def _shard(self) -> dict[str, Any]:
-        """Return the parallel ranks that decide which pages of the model this rank holds."""
+        """Return the parallel ranks that decide the content of this rank's pages."""
         config = self._config
         shard = {
             "pp": [config.pp_rank, config.pp_size],
@@ -209,7 +195,7 @@ class Pools:
         return Path(self._options.path) / "-".join(names) / pool.name
 
     def _opened(self, pool: Pool, share: int) -> kvstore.BlockStore | None:
-        """Open a pool's store; None if its writing rank has not made it yet."""
+        """Open a pool's store; None if its writing rank has not created it yet."""
         is_writer = self._config.is_storage_writer
         try:
             store = kvstore.BlockStore.open(
@@ -249,7 +235,7 @@ class Pools:
     # ---- pages ---------------------------------------------------------------------------------
 
     def _is_outdated(self) -> bool:
-        """Return whether the engine's weights were replaced, so that no stored page is valid."""
+        """Return whether the engine's weights were replaced, which invalidates all stored pages."""
         now, then = get_serving().weight_version, self._settings["weight_version"]
         if now != then:
             detail = (
@@ -263,7 +249,7 @@ class Pools:
         return self.trailing.has((pool.name, pool.key(page)))
 
     def exists(self, pool: Pool, pages: Sequence[str]) -> int:
-        """Return how many leading pages are stored."""
+        """Return the number of leading pages that are stored."""
         if self._is_outdated():
             return 0
         if pool.name in IN_HOST:
@@ -296,10 +282,7 @@ class Pools:
         values: Callable[[int], torch.Tensor],
         prefix: Sequence[str] | None,
     ) -> list[bool]:
-        """Store pages; return which are stored durably.
-
-        ``values(i)`` returns page i. ``prefix`` are the pages before the first one.
-        """
+        """Store pages after ``prefix``; return which are durable. ``values(i)`` returns page i."""
         if self._is_outdated():
             return [False] * len(pages)
         keys = [pool.key(page) for page in pages]
@@ -323,7 +306,7 @@ class Pools:
             taken = store.put(some, data, [parent, *some[:-1]], wait=_PUT_WAIT_SECONDS)
             is_orphan = first == 0 and parent is not None and not store.exists([parent])
             if is_orphan and not taken[0]:
-                # Its parent was evicted or never stored. As a root it is found by its own key.
+                # Its parent was evicted or never stored; a root can be found by its own key.
                 taken = store.put(some, data, [None, *some[:-1]], wait=0)
             if not all(taken):
                 break
@@ -332,14 +315,14 @@ class Pools:
         return [store.exists([key]) == 1 for key in keys]
 
     def clear(self) -> None:
-        """Remove every page that this rank owns."""
+        """Remove all pages of this rank."""
         self.trailing.clear()
         for pool in self.by_name.values():
             if pool.store is not None and pool.store.is_owner:
                 pool.store.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Return the ``stats`` of every store, and counters of the trailing pages."""
+        """Return ``stats`` of every store, and counters of the trailing pages."""
         trailing = self.trailing
         return {
             "pools": {
@@ -355,7 +338,7 @@ class Pools:
         }
 
     def close(self) -> None:
-        """Flush and close every store, also after one failed to. Idempotent."""
+        """Flush and close every store, also after a failure. Idempotent."""
         self.trailing.clear()
         with ExitStack() as stack:
             for pool in self.by_name.values():

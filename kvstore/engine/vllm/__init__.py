@@ -1,4 +1,4 @@
-"""Connector of vLLM: ``kvstore.engine.vllm:KVStoreConnector``. See docs/vllm.md."""
+"""Connector for vLLM: ``kvstore.engine.vllm:KVStoreConnector``. See docs/vllm.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``KVStoreConnector``: vLLM's connector interface over ``SchedulerSide`` and ``WorkerSide``.
 
-vLLM makes one in the scheduler and one in each worker. All open the same folders: a worker owns the
-store of its rank, the scheduler reads the stores of all ranks.
+vLLM creates one in the scheduler and one in each worker. All open the same directories: a worker owns
+the store of its rank, the scheduler reads the stores of all ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def attention_backends(config: VllmConfig) -> list[str]:
-    """Return the attention backend of each loaded layer of an engine."""
+    """Return the attention backend of each loaded layer."""
     layers: dict[str, Any] = get_layers_from_vllm_config(config, AttentionLayerBase)
     return sorted(
         f"{name} {'.'.join(layer.get_attn_backend().full_cls_name())}"
@@ -58,14 +58,12 @@ def attention_backends(config: VllmConfig) -> list[str]:
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """A vLLM connector that keeps the engine's prefix KV on SSD, across restarts.
+    """vLLM connector that stores the engine's prefix KV on SSD, across restarts.
 
-    Configured by ``kv_connector_extra_config``: ``path``, ``ssd_bytes``, ``window_bytes``, ``tenant``,
-    ``secret``, ``fixed_weights``.
+    ``Options`` lists its options. A store that cannot be opened is logged, and every lookup misses.
 
     Raises:
-        ConfigError: for an unknown option, pipeline or context parallelism, or an unknown kind of KV
-            cache. A store that cannot be opened is logged, and every lookup misses.
+        ConfigError: for an unknown option, pipeline or context parallelism, or an unsupported KV cache.
     """
 
     _cache_hit_source = CacheHitSource.DISK
@@ -78,8 +76,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options = Options.of(transfer.kv_connector_extra_config)
         check_supported(vllm_config)
-        self._is_identified = False
-        """In the scheduler: whether all workers reported the same namespace."""
+        self._is_identified = False  # in the scheduler: all workers reported the same namespace
         is_worker = role == KVConnectorRole.WORKER
         base = base_namespace(
             vllm_config,
@@ -108,7 +105,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     secret=options.secret,
                     **rights,
                 )
-            except Exception as error:  # an engine without a store still serves requests
+            except Exception as error:  # the engine can serve without a store
                 log.error(
                     "%s cannot be opened, so nothing is loaded or stored there: %s",
                     *(folder, error),
@@ -161,13 +158,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The planner, in the connector of the scheduler."""
+        """Planner of the scheduler's connector."""
         assert self._scheduler is not None, "a worker's connector plans nothing"
         return self._scheduler
 
     @property
     def worker_side(self) -> WorkerSide:
-        """The loads and saves, in the connector of a worker."""
+        """Loads and saves of a worker's connector."""
         assert self._worker is not None, "the scheduler's connector has no KV cache"
         return self._worker
 
@@ -186,12 +183,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Return the namespace, which a process can compute only after it loaded the model."""
+        """Return the namespace, which depends on the loaded model."""
         return Identity(self._base)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End the transfers of blocks that this step gives to other requests."""
+        """Cancel the saves of blocks that this step reassigns."""
         assert isinstance(kv_connector_metadata, StepPlan)
         self.worker_side.begin(kv_connector_metadata)
 
@@ -202,7 +199,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no step reads a block before its load is reported."""
+        """No-op: no step reads a block before its load is reported."""
 
     @override
     def save_kv_layer(
@@ -212,7 +209,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Do nothing: blocks are saved when all layers have run."""
+        """No-op: blocks are saved after the last layer."""
 
     @override
     def wait_for_save(self) -> None:
@@ -221,19 +218,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose saves ended, and those whose loads ended."""
+        """Return the requests with ended saves, and those with an ended load."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose saves ended, whose loads ended, and whose load failed."""
+        """Return the requests with ended saves, with an ended load, and with a failed load."""
         sent, received, failed = self.worker_side.finished(self._plan)
         return KVConnectorTransferResults(sent, received, failed)
 
     @override
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that loads did not fill."""
+        """Return the blocks that loads left unfilled."""
         return self.worker_side.take_invalid_blocks()
 
     @override
@@ -264,14 +261,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     @override
     def requires_kv_delivery(self) -> bool:
-        """False: a cache may drop a save, which is a later miss."""
+        """False: a dropped save is only a later miss."""
         return False
 
     @override
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Adopt the namespace that all workers report. Without one nothing is looked up."""
+        """Use the namespace that all workers reported. Without one, requests are not tracked."""
         said = {item.base for item in metadata.values() if isinstance(item, Identity)}
         self._is_identified = len(said) == 1
         if self._is_identified:
@@ -279,7 +276,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def on_new_request(self, request: Request) -> None:
-        """Begin to track a request, if the namespace is known."""
+        """Start tracking a request, if the namespace is known."""
         if self._is_identified:
             self.scheduler_side.add(request)
             return
@@ -292,7 +289,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the computed ones can be loaded, between steps."""
+        """Return the number of tokens after the computed ones to load, and whether asynchronously."""
         count = self.scheduler_side.matched(request, num_computed_tokens)
         return count, count > 0
 
@@ -300,7 +297,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Record a request's blocks, and plan the load that vLLM expects."""
+        """Record the blocks of a request, and plan its load."""
         ids = tuple(tuple(group) for group in blocks.get_block_ids())
         self.scheduler_side.admit(request, ids, num_external_tokens)
 
@@ -327,7 +324,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether vLLM must keep the blocks of a finished request, without the hybrid manager."""
+        """As ``request_finished_all_groups``, for the only KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @override
@@ -340,7 +337,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def has_pending_block_frees(self) -> bool:
-        """Return whether vLLM should wait a moment for blocks, rather than preempt a request."""
+        """Return whether vLLM should wait briefly for blocks before it preempts a request."""
         return self.scheduler_side.frees_blocks_soon()
 
     @override
@@ -357,7 +354,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @override
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> None:
-        """Return None: blocks are stored as they are, in every layout of vLLM."""
+        """Return None: every layout is supported."""
 
     @override
     @classmethod

@@ -1,11 +1,10 @@
 """vLLM's KV cache groups as a layout, and its tensors as entries of that layout.
 
-An entry is one of vLLM's blocks of one layer, with unchanged bytes. The order of bytes in a block is
-private to vLLM's kernels: on a CPU all keys come before all values in the order of vector registers,
-DeepSeek-V4.1 separates FP4 values from their scales, and both change with versions and machines. So
-no block is split, and the namespace covers all facts that decide the order of bytes.
-
-Exactly the groups that vLLM marks prefix-cacheable are stored; vLLM replays the others itself.
+An entry is one block of vLLM of one layer, with unchanged bytes. The byte order within a block is
+private to vLLM's kernels: on a CPU all keys precede all values, in the order of vector registers;
+DeepSeek-V4.1 separates FP4 values from their scales; both depend on version and machine. So blocks are
+never split, and the namespace covers all facts that decide the byte order. The groups that vLLM marks
+prefix-cacheable are stored, and no others: vLLM replays those itself.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ KINDS: Mapping[type[KVCacheSpec], str] = {
     SlidingWindowSpec: "kv_window",
     MLAAttentionSpec: "latent",
 }
-"""Names of the layout's groups, by the exact class of vLLM's spec; subclasses are other kinds."""
+"""Group names of the layout, by exact class of vLLM's spec; subclasses are other kinds."""
 WHOLE_IN_PAGE = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR, KVQuantMode.NVFP4_DS_MLA)
-"""Quantisations whose scales are in the blocks or in the weights."""
+"""Quantizations with scales in the blocks or in the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,40 +46,36 @@ class PagedLayers:
     index: int
     """Number of the KV cache group with the block table."""
     page_tokens: int
-    """Tokens of one of the engine's blocks."""
+    """Tokens per block of the engine."""
     page_bytes: int
-    """Bytes of one of the engine's blocks of one layer."""
+    """Bytes per block of the engine and layer."""
     layer_names: tuple[str, ...]
     """vLLM's names, in the order of the layout's layer ids."""
     name: str
-    """The layout's group."""
+    """Group of the layout."""
     is_window: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """The stored KV of one rank: its layout, and its position in vLLM's KV cache."""
+    """Layout of the stored KV of one rank, and its position in vLLM's KV cache."""
 
     layout: kvstore.Layout
     block_tokens: int
     layers: tuple[PagedLayers, ...]
     group_count: int
-    """KV cache groups of the engine, stored or not: the lists in its block tables."""
+    """KV cache groups of the engine, stored or not: lists in its block tables."""
     is_replicated: bool
     """Whether every tensor-parallel rank has the same bytes."""
 
     @property
     def windows(self) -> tuple[PagedLayers, ...]:
-        """The sliding layers whose windows vLLM cannot rebuild."""
+        """Sliding layers whose windows vLLM cannot rebuild."""
         return tuple(layers for layers in self.layers if layers.is_window)
 
 
 def engine_layout(config: KVCacheConfig, model: str) -> EngineLayout:
-    """Return the layout of an engine with the KV cache ``config``.
-
-    Raises:
-        ConfigError: naming layers whose cache cannot be stored.
-    """
+    """Return the layout of a KV cache. Raises ``ConfigError`` if a layer cannot be stored."""
     parts = [
         (index, names, spec, _kind(names, spec))
         for index in config.prefix_cacheable_group_ids
@@ -151,7 +146,7 @@ def _kind(names: Sequence[str], spec: Any) -> str:
     if kind is None:
         found = type(spec).__name__
     elif spec.kv_quant_mode not in WHOLE_IN_PAGE:
-        found = f"a KV cache quantised as {spec.kv_quant_mode.name}"
+        found = f"a KV cache quantized as {spec.kv_quant_mode.name}"
     elif isinstance(spec, FullAttentionSpec) and spec.attention_chunk_size is not None:
         found = "attention in chunks"
     if kind is None or found:
@@ -164,15 +159,12 @@ def _kind(names: Sequence[str], spec: Any) -> str:
 
 
 def page_views(layers: PagedLayers, caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the registered KV ``caches`` of some layers as entries.
+    """Return KV ``caches`` as entries. Raises ``LayoutMismatch`` if a tensor does not match its spec.
 
     Shapes:
         each uint8 ``[blocks, 1, *axes, bytes]``, a view of vLLM's memory: ``page_bytes`` of a block in
-        memory order. They are contiguous, or strided where vLLM has other blocks or layers between
-        the heads of a block (its layouts LHBNC and BHLNC).
-
-    Raises:
-        LayoutMismatch: if a tensor does not match its spec.
+        memory order; contiguous, or strided where vLLM has other blocks or layers between the heads
+        of a block (its layouts LHBNC and BHLNC).
     """
     return [_page_view(layers, name, caches) for name in layers.layer_names]
 
@@ -192,7 +184,7 @@ def _page_view(layers: PagedLayers, name: str, caches: Mapping[str, torch.Tensor
         msg = (
             f"KV cache of {name}: found {cache.dtype} {list(cache.shape)} with strides "
             f"{list(cache.stride())}, expected blocks of {layers.page_bytes} bytes; "
-            "this version does not know this order of vLLM's KV cache; serve without the connector"
+            "this version does not support this order of vLLM's KV cache; serve without the connector"
         )
         raise LayoutMismatch(msg)
     view = torch.empty(0, dtype=torch.uint8, device=cache.device)
@@ -214,10 +206,7 @@ def _axes(block: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _merged(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return axes from the widest step to the narrowest, with contiguous ones merged.
-
-    Overlapping axes give an empty list: one byte would have several indices.
-    """
+    """Return axes by descending step, contiguous ones merged; none if axes overlap."""
     merged: list[tuple[int, int]] = []
     for length, step in sorted((axis for axis in axes if axis[0] != 1), key=lambda axis: -axis[1]):
         if not step or (merged and merged[-1][1] < length * step):

@@ -1,7 +1,7 @@
-"""Digests of images by content: vLLM's names of images do not identify them.
+"""Digests of images by content, because vLLM's names do not identify images.
 
-A client may choose a name (``uuid``), even that of another image. With prefix caching and the processor's
-cache off, vLLM numbers images, from one in every process.
+A client may choose a name (``uuid``), also that of another image. With prefix caching and the processor's
+cache off, vLLM numbers images, from 1 in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vllm.multimodal.hasher import MultiModalHasher
 
 NAMES = 1 << 16
-"""Most remembered names: more than vLLM's cached encoder outputs, which are at most some thousands."""
+"""Most recorded names. vLLM caches at most some thousands of encoder outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,23 @@ class _Shown:
 
 
 class Images:
-    """Digests of images by the model's input.
+    """Digests of images by the model's input. Threads: one.
 
-    vLLM caches the encoder's outputs by name. So a name identifies its first content: rows of another
-    content under that name may have been computed from the first, and it gets no digest.
-
-    Threads: one.
+    vLLM caches encoder outputs by name. So only the first content of a name has a digest: rows of a
+    later one may have been computed from the first.
     """
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, _Shown] = OrderedDict()
 
     def digest(self, feature: Any) -> bytes | None:
-        """Return the digest of the content of a request's feature, None if the content is not known.
+        """Return the digest of the content of a request's feature, None for unknown content.
 
         Cost: one SHA-256 over the processor's tensors, once while vLLM keeps them.
         """
         data = feature.data
-        if (
-            data is None or "address" in data
-        ):  # its data is in shared memory, which only workers read
+        # With an address, the data is in shared memory, which only workers read.
+        if data is None or "address" in data:
             return None
         known = self._names.get(feature.identifier)
         if known is not None and known.data() is data:

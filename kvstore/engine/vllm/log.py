@@ -11,17 +11,17 @@ log = logging.getLogger("kvstore.vllm")
 
 
 class _VllmHandler(logging.Handler):
-    """Passes records to vLLM's logger, with the handlers that it has at that time."""
+    """Passes records to the present handlers of vLLM's logger."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         named = copy.copy(record)
-        named.filename = record.name  # vLLM's format prints the file name as the module
+        named.filename = record.name  # vLLM's format prints the file name
         logging.getLogger("vllm").handle(named)
 
 
 def log_as_vllm() -> None:
-    """Make ``kvstore`` log where and as vLLM does, unless the application configured its logger.
+    """Log through vLLM's handlers, unless the application configured the logger ``kvstore``.
 
     vLLM adds a handler to its own logger only. Without a handler Python prints bare messages.
     """
@@ -29,7 +29,6 @@ def log_as_vllm() -> None:
     if ours.hasHandlers() or not theirs.handlers:
         return
     ours.addHandler(_VllmHandler())
-    # As for vLLM's logger: a handler that the root gets later prints no line twice.
-    ours.propagate = False
+    ours.propagate = False  # as vLLM's logger: a later handler of the root would repeat every line
     if ours.level == logging.NOTSET:
         ours.setLevel(theirs.level)

@@ -1,4 +1,4 @@
-"""Messages between the connectors of scheduler and workers, which vLLM sends with its step messages."""
+"""Messages between the connectors of scheduler and workers, sent with vLLM's step messages."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ import kvstore
 from kvstore.engine.paged import Hints
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""A request's block table: ids of the engine's blocks, by KV cache group."""
+"""Block table of a request: ids of the engine's blocks, by KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """The namespace of an engine, reported by a worker that has loaded the model."""
+    """Namespace of requests without salt and adapter, reported by a worker with a loaded model."""
 
     base: kvstore.Namespace
-    """The namespace of requests without salt and adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A span of one request, and its blocks in the engine.
+    """A token span of one request, with the engine's blocks.
 
     Shapes:
-        tokens uint32 ``[n]``, the request from its start; n > ``stop`` for a load.
+        tokens uint32 ``[n]``, from the request's start; n > ``stop`` for a load.
     """
 
     request_id: str
@@ -51,36 +50,36 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """The plan of one step for the workers."""
+    """Plan of one step, for the workers."""
 
     loads: tuple[Work, ...] = ()
-    """To be copied to the engine's blocks, between steps."""
+    """Spans to copy to the engine's blocks, between steps."""
     saves: tuple[Work, ...] = ()
-    """To be stored after this step."""
+    """Spans to store after this step."""
     windows: tuple[Work, ...] = ()
-    """Windows that end at ``stop``, to be taken after this step."""
+    """Windows that end at ``stop``, to copy after this step."""
     preempted: frozenset[str] = frozenset()
     """Requests whose blocks the engine frees in this step."""
     awaited: frozenset[str] = frozenset()
     """Finished requests whose blocks the engine keeps until every worker reports them."""
     is_idle: bool = False
-    """No request computes in this step."""
+    """Whether no request computes in this step."""
     update: str | None = None
-    """The nonce of a weight update: earlier blocks become unreachable."""
+    """Nonce of a weight update, which makes earlier blocks unreachable."""
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' report to the scheduler after a step."""
+    """Report of the workers to the scheduler after a step."""
 
     saved: dict[str, list[int]] = field(default_factory=dict)
-    """For each save that ended: the leading tokens stored by each writer."""
+    """For each ended save, the number of leading tokens stored by each writer."""
     failed: set[str] = field(default_factory=set)
     """Requests whose load failed, wholly or partly."""
     pooled: dict[int, frozenset[bytes]] = field(default_factory=dict)
-    """By rank, the hashes of the prefixes whose window it has pooled; ranks without a change are left out."""
+    """Hashes of the prefixes with a pooled window, by rank; without ranks that have no change."""
     lacks_store: bool = False
-    """Whether a worker could not open its store, so that nothing can be loaded."""
+    """Whether a worker could not open its store, so that loads are impossible."""
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -98,16 +97,16 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Whether all fields are empty."""
         return not (self.saved or self.failed or self.pooled or self.lacks_store)
 
 
 class StoreStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters of one interval; they add up over workers and intervals."""
+    """Counters of one interval, summed over workers and intervals."""
 
     @classmethod
     def of(cls, counters: Mapping[str, int | float]) -> StoreStats:
-        """Return the counters that are not zero."""
+        """Return the non-zero counters."""
         return cls(data={name: value for name, value in counters.items() if value})
 
     @override
@@ -129,5 +128,5 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 
     @override
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return whether all counters are zero."""
         return not self.data

@@ -1,4 +1,4 @@
-"""Options of the connector, and the namespace of a vLLM engine."""
+"""Options of the connector, and namespaces of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.engine.options import options_of
 from kvstore.errors import ConfigError
 
 TENANT_RULE = "kvstore.vllm.2"
-"""Version of the rule that makes namespaces: blocks of another rule are never found."""
+"""Version of the rule for namespaces: blocks of another version are never found."""
 
 DECIDES: Mapping[str, tuple[str, ...]] = {
     "model_config": (
@@ -36,9 +36,9 @@ DECIDES: Mapping[str, tuple[str, ...]] = {
         "sparse_indexer_topk_backend",
     ),
 }
-"""Settings that decide KV besides weights and tokens, by the section of vLLM's config."""
+"""Settings that decide KV besides weights and tokens, by section of vLLM's config."""
 ATTENTION_NAMES = ("backend", "backend_per_kind")
-"""Settings of attention that only choose the backends, which are covered; all others decide KV."""
+"""Attention settings that only choose backends, which are covered; all others decide KV."""
 ENCODER = (
     *("language_model_only", "media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize"),
     *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
@@ -56,28 +56,24 @@ ELSEWHERE = ("tensorizer",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The connector's ``kv_connector_extra_config``."""
+    """Options in ``kv_connector_extra_config``."""
 
     path: str
-    """Folder of the stores. Each rank has a folder in it."""
+    """Directory of the stores, with a directory for each rank."""
     ssd_bytes: int | str = "4GiB"
     """Hard cap of each rank's file."""
     window_bytes: int | str = "64MiB"
     """Host memory of each rank for windows of models that cannot replay."""
     tenant: str = ""
-    """Separates the blocks of this server from those of others."""
+    """Salt that separates the blocks of this server from those of others."""
     secret: bool = False
-    """Whether keys depend on a random secret in each store's directory. Fixed when the store is made."""
+    """Whether keys depend on a random secret in each store's directory. Fixed at creation."""
     fixed_weights: bool = False
-    """Whether the weights never change while this server runs: a reset then keeps all blocks."""
+    """Whether the weights never change while this server runs, so that a reset keeps all blocks."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
-        """Return the options in ``extra``.
-
-        Raises:
-            ConfigError: for a missing path, an unknown option or a value of another type.
-        """
+        """Return checked options. Raises ``ConfigError`` for a missing, unknown or mistyped one."""
         return options_of(cls, "kv_connector_extra_config", extra)
 
 
@@ -108,10 +104,7 @@ def check_supported(config: Any) -> None:
 
 
 def block_format(layout_name: str | None) -> list[str]:
-    """Return the facts that decide the order of bytes in a block of vLLM's KV cache.
-
-    ``layout_name`` is the engine's KV cache layout.
-    """
+    """Return the facts that decide the byte order of a block in the KV cache layout ``layout_name``."""
     kind = current_platform.device_type
     if kind == "cpu":
         machine = [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_vector_flags()]
@@ -121,7 +114,7 @@ def block_format(layout_name: str | None) -> list[str]:
 
 
 def _vector_flags() -> list[str]:
-    """Return the wide vector units of this CPU: vLLM orders keys for them."""
+    """Return the wide vector extensions of this CPU, which decide vLLM's order of keys."""
     try:
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     except OSError:
@@ -134,10 +127,10 @@ def base_namespace(
 ) -> kvstore.Namespace:
     """Return the namespace of requests without salt and adapter.
 
-    ``model`` covers the facts that decide KV besides weights and tokens: the config with its
-    overrides, the length by which position tables may be chosen, the settings of ``DECIDES``, of
-    attention and of encoders, the attention ``backends`` of the loaded layers, and the format of blocks.
-    It does not cover the served name, the folder and the tokenizer: vLLM passes token ids.
+    ``model`` covers the facts that decide KV besides weights and tokens: the config with overrides, the
+    length that may choose position tables, the settings of ``DECIDES``, of attention and of encoders,
+    the attention ``backends`` of the loaded layers, and the block format. It does not cover the served
+    name, the folder and the tokenizer, because vLLM passes token ids.
 
     Raises:
         ConfigError: if the weights cannot be identified.
@@ -166,11 +159,7 @@ def base_namespace(
 
 
 def settings(part: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return some settings of a section of vLLM's config, None for a missing section.
-
-    Raises:
-        ConfigError: if this vLLM lacks one of them.
-    """
+    """Return settings of a section, None without one. Raises ``ConfigError`` if vLLM lacks a setting."""
     if part is None:
         return None
     missing = [name for name in names if not hasattr(part, name)]
@@ -184,7 +173,7 @@ def settings(part: Any, names: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """Return a model's own config, without fields that do not decide KV."""
+    """Return a model's config, without fields that do not decide KV."""
     described: dict[str, Any] = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
         described.pop(name, None)
@@ -192,16 +181,15 @@ def _described(model: Any) -> dict[str, Any]:
 
 
 def _length(model: Any) -> int | str:
-    """Return the configured length of a model.
+    """Return the configured length: it decides position tables (longrope) and attention tuning (Llama 4).
 
-    It decides position tables (longrope) and attention tuning (Llama 4). The shorter length that vLLM
-    later computes for ``auto`` does not.
+    The shorter length that vLLM later computes for ``auto`` decides neither.
     """
     return "auto" if model.original_max_model_len == -1 else int(model.max_model_len)
 
 
 def _drafting(config: Any) -> list[Any] | None:
-    """Return the facts that decide the KV of draft layers, None without draft layers."""
+    """Return the facts that decide the KV of draft layers, None without such layers."""
     speculative, model = config.speculative_config, config.model_config
     draft = None if speculative is None else speculative.draft_model_config
     if draft is None or _described(draft) == _described(model):  # n-grams and the like
@@ -260,15 +248,15 @@ def adapter_identity(name: str, path: str, rule: str = "") -> str:
     """Return the identity of a LoRA adapter: its name, the digest of its weights and ``adapter_rule``.
 
     Raises:
-        ConfigError: if its weights are not in a local folder.
+        ConfigError: if the weights are not in a local folder.
     """
     return json.dumps([name, kvstore.weights_digest(path), rule])
 
 
 def updated(base: kvstore.Namespace, nonce: str) -> kvstore.Namespace:
-    """Return the namespace after a weight update in a running engine.
+    """Return the namespace after a weight update of a running engine.
 
-    New weights are in memory only. Their blocks must be unreachable for an engine that starts from
-    the folder again, so ``nonce`` is never used twice.
+    New weights exist in memory only, and an engine that starts from the folder again must not find
+    their blocks. So every ``nonce`` is used once.
     """
     return replace(base, weights=f"{base.weights.partition('+')[0]}+{nonce}", generation=0)

@@ -1,6 +1,6 @@
-"""The connector in vLLM's scheduler: it plans loads and saves, and touches no KV.
+"""The scheduler's part of the connector: plans of loads and saves, without access to KV.
 
-It opens the stores of all ranks as a reader. A hit is the prefix that every rank has stored.
+It reads the stores of all ranks. A hit is the longest prefix that every rank has stored.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from kvstore.errors import ConfigError
 HINTS = "kvstore"
 """Key of a request's hints in its ``kv_transfer_params``."""
 MEDIUM = "DISK"
-"""The medium in KV events."""
+"""Medium in KV events."""
 FREES_SECONDS = 0.1
-"""Most time that vLLM waits for blocks of a finished request before it preempts a running one. Copying
-them takes milliseconds; recomputing 1,000 tokens of a preempted request takes about 0.1 s."""
+"""Longest wait of vLLM for blocks of a finished request before it preempts a running one. A copy takes
+milliseconds; recomputing 1,000 tokens of a preempted request takes about 0.1 s."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """The state of one request in the scheduler."""
+    """State of one request in the scheduler."""
 
     request: Any
     scopes: tuple[kvstore.Scope, ...]
-    """The request's namespace in the store of each rank."""
+    """Scopes of the request's namespace, one for the store of each rank."""
     namespace: kvstore.Namespace
     hints: Hints
     may_load: bool
     digest: Callable[[Any], bytes | None]
-    """Returns the digest of an image's content, None if it is not known."""
+    """Digest of an image's content, None for unknown content."""
     saving: Saving = field(default_factory=Saving)
     local: int = 0
-    """Leading tokens that vLLM had cached at its last query."""
+    """Leading tokens in vLLM's own cache at its last query."""
     final: int = 0
-    """Leading tokens whose KV is final."""
+    """Leading tokens with final KV."""
     is_admitted: bool = False
-    """Whether its next step is the first since it got blocks."""
+    """Whether its next step is the first after an allocation of blocks."""
     is_loading: bool = False
     ended: float = 0.0
-    """The time at which it finished."""
+    """Time of its end."""
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     spans: list[kvstore.ImageSpan] = field(default_factory=list)
     """Images of known content, in order."""
@@ -74,7 +74,7 @@ class Tracked:
     def known(self) -> int:
         """Leading tokens with known content: all, or those before an image of unknown content."""
         if self.limit is None:
-            # The next input of a session adds images.
+            # A session's next input adds images.
             for item in self.request.mm_features[len(self.spans) :]:
                 digest, start = self.digest(item), item.mm_position.offset
                 if digest is None:
@@ -87,11 +87,9 @@ class Tracked:
 
     @property
     def tokens(self) -> NDArray[np.uint32]:
-        """The tokens that vLLM has accepted, up to an image of unknown content.
-
-        Tokens are only appended, but the next input of a session replaces the last one.
-        """
+        """Tokens that vLLM has accepted, up to an image of unknown content."""
         given = self.request.all_token_ids
+        # Tokens are only appended, but the next input of a session replaces the last one.
         if len(self.ids) != len(given) or (len(given) and self.ids[-1] != given[-1]):
             self.ids = np.array(given[:], np.uint32)
         return self.ids[: self.known]
@@ -99,15 +97,12 @@ class Tracked:
     @property
     def images(self) -> tuple[kvstore.ImageSpan, ...]:
         """Images among the known tokens."""
-        known = self.known
+        known = self.known  # this extends the spans
         return images_within(self.spans, known)
 
 
 class SchedulerSide:
-    """The plan of loads and saves of all requests, step by step.
-
-    Threads: vLLM's scheduler calls it from one.
-    """
+    """Planner of the loads and saves of all requests. Threads: one, the scheduler's."""
 
     def __init__(
         self,
@@ -121,7 +116,7 @@ class SchedulerSide:
         has_fixed_weights: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``readers`` are the stores of the writing ranks; ``lora`` is ``adapter_rule`` of the engine."""
+        """``readers`` are the stores of the writing ranks; ``lora`` is the engine's ``adapter_rule``."""
         self._readers = tuple(readers)
         self._base = base
         self._tenant = tenant
@@ -132,7 +127,7 @@ class SchedulerSide:
         self._has_windows = bool(engine.windows)
         self._tracked: dict[str, Tracked] = {}
         self._ending: dict[str, Tracked] = {}
-        """Finished requests whose blocks vLLM keeps until the workers report them."""
+        """Finished requests whose blocks vLLM keeps until the workers report their saves."""
         self._images = Images()
         self._lora = lora
         self._adapters: dict[tuple[int, str, str], str] = {}
@@ -141,14 +136,13 @@ class SchedulerSide:
         self._saves: list[Work] = []
         self._awaited: set[str] = set()
         self._update: str | None = None
-        self._may_load = True
-        """Whether every worker could open its store."""
+        self._may_load = True  # every worker could open its store
         self._events: list[KVCacheEvent] = []
         self._counts: Counter[str] = Counter()
         self.faults = Faults(log)
 
     def adopt(self, base: kvstore.Namespace) -> None:
-        """Use the namespace that the workers report, before the first request."""
+        """Use the namespace reported by the workers. Called before the first request."""
         # Salts and adapters share the generation of the weights.
         seen = [reader.scope(base).namespace.generation for reader in self._readers]
         self._base = replace(base, generation=max(seen, default=base.generation))
@@ -156,7 +150,7 @@ class SchedulerSide:
     # ---- requests ------------------------------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        """Begin to track a request, unless none of it can be stored."""
+        """Start tracking a request, unless none of it can be stored."""
         if not self._readers or request.prompt_embeds is not None:
             return
         with self.faults.noted("request"):
@@ -168,9 +162,7 @@ class SchedulerSide:
             hints = Hints.of(wishes)
         except ConfigError as error:
             self.faults.counts["hint_faults"] += 1
-            self.faults.say(
-                "hints of a request were ignored: %s; further ones are only counted", error
-            )
+            self.faults.say("hints of a request were ignored: %s; others are only counted", error)
             hints = Hints()
         sampling = request.sampling_params
         needs_every_row = sampling is not None and sampling.prompt_logprobs is not None
@@ -186,7 +178,7 @@ class SchedulerSide:
         )
 
     def _digest(self, feature: Any) -> bytes | None:
-        """Return the digest of an image's content; None, logged and counted, if it is not known."""
+        """Return the digest of an image's content; None, logged and counted, for unknown content."""
         try:
             digest = self._images.digest(feature)
         except Exception as error:
@@ -206,15 +198,14 @@ class SchedulerSide:
         adapter = None
         if lora is not None:
             key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-            if (
-                key not in self._adapters or lora.load_inplace
-            ):  # the folder may have other weights now
+            # With load_inplace the folder may have other weights now.
+            if key not in self._adapters or lora.load_inplace:
                 self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path, self._lora)
             adapter = self._adapters[key]
         return request_namespace(self._base, self._tenant, request.cache_salt, adapter)
 
     def matched(self, request: Any, local: int) -> int:
-        """Return how many tokens after the ``local`` ones can be loaded. Without side effects."""
+        """Return the number of tokens after the ``local`` ones that can be loaded. No side effects."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return 0
@@ -240,7 +231,7 @@ class SchedulerSide:
         return hit
 
     def admit(self, request: Any, blocks: BlockIds, external: int) -> None:
-        """Record that a request got ``blocks``; plan the load of ``external`` tokens after its local ones."""
+        """Record the ``blocks`` of a request; plan the load of ``external`` tokens after its local ones."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return
@@ -283,10 +274,7 @@ class SchedulerSide:
         preempted: Collection[str],
         block_ids: Callable[[str], Sequence[Sequence[int]]],
     ) -> StepPlan:
-        """Return the plan of a step that computes ``scheduled`` tokens of each request.
-
-        ``block_ids`` returns the block table of a request of this step.
-        """
+        """Return the plan of a step: ``scheduled`` has the tokens of each request, ``block_ids`` its table."""
         windows: list[Work] = []
         is_idle = True
         for request_id in preempted:
@@ -346,7 +334,7 @@ class SchedulerSide:
         windows += [self._work(tracked, tokens[:stop], 0, stop, blocks) for stop in stops]
 
     def finish(self, request: Any, blocks: BlockIds) -> bool:
-        """Stop tracking a request; return whether its blocks must be kept until the workers report it."""
+        """Stop tracking a request; return whether vLLM must keep its blocks until the workers report it."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -363,7 +351,7 @@ class SchedulerSide:
         return True
 
     def frees_blocks_soon(self) -> bool:
-        """Return whether a save of a finished request is about to end and free its blocks."""
+        """Return whether a finished request's save is expected to end soon, which frees its blocks."""
         newest = next(reversed(self._ending.values()), None)
         return newest is not None and self._clock() - newest.ended < FREES_SECONDS
 
@@ -376,7 +364,6 @@ class SchedulerSide:
             self._saves.append(self._work(tracked, tokens, *span, blocks))
 
     def _release(self, tracked: Tracked) -> None:
-        """Release the leases of a request's lookups."""
         with self.faults.noted("release"):
             for scope in tracked.scopes:
                 scope.release(tracked.request.request_id)
@@ -384,7 +371,7 @@ class SchedulerSide:
     def take_report(
         self, report: WorkerReport | None, received: Iterable[str], sent: Iterable[str]
     ) -> None:
-        """Process a report; the loads of ``received`` and the saves of ``sent`` requests ended."""
+        """Process a report; the loads of ``received`` and the saves of ``sent`` requests have ended."""
         if report is not None:
             self._pools |= report.pooled
             self._may_load &= not report.lacks_store
@@ -393,8 +380,7 @@ class SchedulerSide:
             for request_id in report.failed:
                 self._counts["load_failures"] += 1
                 if (tracked := self._tracked.get(request_id)) is not None:
-                    # The next lookup would find the same blocks.
-                    tracked.may_load = False
+                    tracked.may_load = False  # the next lookup would find the same blocks
                     tracked.saving.saved = 0
         for request_id in received:
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -417,7 +403,7 @@ class SchedulerSide:
     def _tell_stored(self, tracked: Tracked, start: int, stop: int) -> None:
         tokens = tracked.tokens[:stop]
         images = images_within(tracked.images, len(tokens))
-        # Stores with secrets hash a block differently; listeners get the hashes of the first rank.
+        # With secrets, block hashes differ between stores; listeners get those of the first rank.
         hashes: list[Any] = list(tracked.scopes[0].hashes(tokens, images=images))
         first = start // self._block_tokens
         lora = tracked.request.lora_request
@@ -441,10 +427,10 @@ class SchedulerSide:
         return events
 
     def reset(self) -> None:
-        """Make all stored blocks unreachable, because the model gets other weights.
+        """Make all stored blocks unreachable before an update of the weights.
 
-        Saves that are planned but not sent are dropped in any case: an engine resets before it
-        sleeps, and loses its blocks in sleep.
+        With fixed weights only the planned saves are dropped: an engine resets before it sleeps, and
+        its blocks do not survive sleep.
         """
         self._saves = []
         for tracked in self._tracked.values():

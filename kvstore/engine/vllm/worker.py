@@ -1,7 +1,7 @@
-"""The connector in a vLLM worker: it executes the scheduler's plans on this rank's KV tensors.
+"""The worker's part of the connector: loads and saves of this rank's KV tensors, as planned.
 
-Whole blocks are copied by the store's background threads. Windows are small and vLLM frees their
-blocks in the next step, so they are copied in the step itself.
+The store's background threads copy whole blocks. Windows are small, and vLLM frees their blocks in the
+next step, so they are copied within the step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvstore.errors import StoreError
 NULL_BLOCK = 0
 """vLLM's id of a missing block."""
 JOB_SECONDS = 60.0
-"""Most time for one load or save; a disk that needs longer counts as failed."""
+"""Timeout of a load or save."""
 IDLE_SECONDS = 0.005
-"""Most time that a step without computation waits for a job, so that vLLM does not spin."""
+"""Longest wait for a job in a step without computation, so that vLLM does not busy-wait."""
 SAVE_WAIT_SECONDS = 1.0
-"""Most time that a background thread waits for room in the store's queue."""
+"""Longest wait of a background thread for room in the store's queue."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Transfer:
 
 
 def record_event(device: torch.device) -> kvstore.Event | None:
-    """Return an event after all work queued on a device; None for the CPU."""
+    """Return an event after all work queued on ``device``, None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -53,13 +53,10 @@ def record_event(device: torch.device) -> kvstore.Event | None:
 
 @dataclass(eq=False)
 class WorkerSide:
-    """Loads and saves of one rank.
+    """Loads and saves of one rank. Threads: one, the model runner's.
 
-    ``store`` is None if it could not be opened: then every lookup misses. Of several ranks with the
-    same bytes one writes. The others read its store, which exists at their first load and is then
-    opened by ``open_late``.
-
-    Threads: vLLM's model runner calls it from one.
+    Without a ``store`` (it could not be opened) every lookup misses. Of several ranks with the same
+    bytes one writes; the others open its store with ``open_late`` at their first load.
     """
 
     engine: EngineLayout
@@ -85,21 +82,17 @@ class WorkerSide:
     _counts: Counter[str] = field(default_factory=Counter)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Register vLLM's KV tensors.
-
-        Raises:
-            LayoutMismatch: if they do not match the KV cache config.
-        """
+        """Register vLLM's KV tensors. Raises ``LayoutMismatch`` if they do not match the config."""
         self._pages = {part.name: page_views(part, caches) for part in self.engine.layers}
 
     # ---- a step --------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """End the saves of blocks that vLLM frees in this step, before they are overwritten."""
+        """Cancel the saves of blocks that vLLM frees in this step, before they are overwritten."""
         if plan.update is not None:
             self._forget(plan.update)
         jobs = [save.job for name in plan.preempted for save in self._saves.get(name, ())]
-        for job in jobs:  # cancel all before waiting for one: the engine is stopped meanwhile
+        for job in jobs:  # all before the first wait, because the engine is stopped meanwhile
             job.is_cancelled = True
         for job in jobs:
             self._cancel(job)
@@ -113,8 +106,7 @@ class WorkerSide:
 
     def load(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
-        # Work queued on the device may still zero the blocks, or read and write them for the
-        # request that had them before.
+        # Work queued on the device may still zero the blocks, or use them for an earlier request.
         after = self._queued() if plan.loads else None
         for work in plan.loads:
             self._counts["loads"] += 1
@@ -130,7 +122,7 @@ class WorkerSide:
                 self._loads[work.request_id] = transfer
 
     def _start_load(self, work: Work, after: kvstore.Event | None) -> _Transfer | None:
-        """Return the started load, or None if the promised blocks are no longer stored."""
+        """Return the started load, None if the planned blocks are no longer stored."""
         if self.store is None:
             self.store = self.open_late()
         if self.store is None:
@@ -153,7 +145,7 @@ class WorkerSide:
         return _Transfer(work, job, self.clock() + JOB_SECONDS, window)
 
     def save(self, plan: StepPlan) -> None:
-        """Start the saves of a step after it was computed, and take its windows."""
+        """Start the saves of a computed step, and copy its windows to the window pool."""
         for work in plan.windows:
             with self.faults.noted("window"):
                 self._take_window(work)
@@ -185,7 +177,7 @@ class WorkerSide:
             self._saves.setdefault(work.request_id, []).append(transfer)
 
     def finished(self, plan: StepPlan) -> tuple[set[str], set[str], set[str]]:
-        """Return the requests whose saves ended, whose loads ended, and whose load failed."""
+        """Return the requests with ended saves, with an ended load, and with a failed load."""
         self._awaited |= plan.awaited
         if plan.is_idle:
             self._wait_a_moment()
@@ -221,18 +213,18 @@ class WorkerSide:
             return True
         if self.clock() >= transfer.deadline and not transfer.job.is_cancelled:
             self._counts["overdue_jobs"] += 1
-            transfer.job.is_cancelled = True  # without waiting: other requests continue
+            transfer.job.is_cancelled = True  # no wait: other requests continue
         return transfer.job.done
 
     def _end(self, job: kvstore.Job, deadline: float) -> None:
-        """Wait for a job until the deadline, then cancel it. After that it touches no block of vLLM."""
+        """Wait for a job until the deadline, then cancel it. It accesses no block of vLLM after this."""
         if job.wait(max(0.0, deadline - self.clock())):
             return
         self._counts["overdue_jobs"] += 1
         self._cancel(job)
 
     def _cancel(self, job: kvstore.Job) -> None:
-        """Cancel a job; return when it no longer touches vLLM's blocks."""
+        """Cancel a job; return when it no longer accesses vLLM's blocks."""
         try:
             job.cancel()
         except StoreError as error:
@@ -255,7 +247,7 @@ class WorkerSide:
             self._fail(work, loaded)
 
     def _fail(self, work: Work, loaded: int) -> None:
-        """Report promised tokens that vLLM must compute."""
+        """Report planned tokens that were not loaded, which vLLM must compute."""
         self._counts["failed_load_tokens"] += work.stop - loaded
         self._report.failed.add(work.request_id)
         if self.engine.group_count == 1:
@@ -263,7 +255,7 @@ class WorkerSide:
             self._invalid_blocks |= set(
                 pages_of(work.blocks[layers.index], layers.page_tokens, loaded, work.stop)
             )
-        else:  # block ids of several groups overlap, so vLLM takes the request id
+        else:  # block ids of several groups overlap, so vLLM expects the request id
             self._failed.add(work.request_id)
 
     def _end_save(self, save: _Transfer) -> None:
@@ -275,7 +267,7 @@ class WorkerSide:
         self._answer(save.work, end)
 
     def _answer(self, work: Work, end: int) -> None:
-        """Report to the scheduler how many leading tokens are stored after a save."""
+        """Report to the scheduler the number of leading tokens stored after a save."""
         self._report.saved.setdefault(work.request_id, []).append(end)
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -289,7 +281,6 @@ class WorkerSide:
         )
 
     def _queued(self) -> kvstore.Event | None:
-        """Return an event after all work queued on the device."""
         return self.record(self._pages[self.engine.layers[0].name][0].device)
 
     def _window_pages(self, work: Work) -> WindowPages:
@@ -317,7 +308,7 @@ class WorkerSide:
         )
 
     def _put_back(self, work: Work, window: kvstore.WindowSnapshot) -> None:
-        """Copy a window to the request's own blocks; vLLM shares those before ``start``."""
+        """Copy a window to the request's own blocks. Those before ``start`` are shared and unchanged."""
         span = self._window_pages(work)
         for layers in self.engine.windows:
             first, stop = span.needed(layers.page_tokens, work.start)
@@ -332,12 +323,12 @@ class WorkerSide:
     # ---- reports -------------------------------------------------------------------------------
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return the blocks that loads did not fill, since the last call."""
+        """Return the blocks that loads left unfilled since the last call."""
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
     def take_report(self) -> WorkerReport | None:
-        """Return the report to the scheduler since the last call, None if it is empty."""
+        """Return the report since the last call, None if it is empty."""
         if self.engine.windows and self.store is not None:
             try:
                 pooled = self.store.pooled_windows()
@@ -357,12 +348,12 @@ class WorkerSide:
         return StoreStats.of(counts)
 
     def flush(self) -> None:
-        """Return when all saves so far survive power loss. For tests and measurements."""
+        """Wait until all saves so far survive power loss. For tests and measurements."""
         if self.store is not None:
             self.store.flush()
 
     def close(self) -> None:
-        """End all transfers; after that nothing touches vLLM's blocks."""
+        """End all transfers. vLLM's blocks are not accessed after this."""
         for load in self._loads.values():
             self._end(load.job, self.clock())
         for saves in self._saves.values():
@@ -371,7 +362,7 @@ class WorkerSide:
 
 
 def _live(work: Work, layers: PagedLayers, first: int, stop: int) -> torch.Tensor:
-    """Return the ids of blocks ``[first, stop)``. Raises ``ValueError`` if vLLM has freed one."""
+    """Return ids of blocks ``[first, stop)``. Raises ``ValueError`` if vLLM has freed one."""
     ids = work.blocks[layers.index][first:stop]
     if len(ids) < stop - first or NULL_BLOCK in ids:
         msg = f"vLLM has freed a block of the window of {layers.name}: found {ids} for blocks [{first}, {stop})"

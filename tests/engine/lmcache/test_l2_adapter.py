@@ -639,9 +639,9 @@ except StoreBusy as error:
 
 def test_a_directory_that_nothing_can_be_stored_in_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="cannot be made: .* choose a directory"):
+    with pytest.raises(ConfigError, match="cannot be created: .* choose a directory"):
         create_l2_adapter(PluginL2AdapterConfig.from_dict(spec(tmp_path / "file" / "below")))
-    with pytest.raises(ConfigError, match="cannot be made: .* choose a directory"):
+    with pytest.raises(ConfigError, match="cannot be created: .* choose a directory"):
         create_l2_adapter(PluginL2AdapterConfig.from_dict(spec(tmp_path / "file")))
     with adapter(tmp_path / "s") as a:
         store(a, [key_of(1)], [item_of(1)])
