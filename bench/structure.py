@@ -174,6 +174,7 @@ def vllm_depths(model: str) -> dict[str, int]:
     }
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     prompt = {"prompt_token_ids": [number % 97 for number in range(600)]}
     greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -200,6 +201,7 @@ def vllm_depths(model: str) -> dict[str, int]:
             cached = answer.num_cached_tokens
             while not engine.reset_prefix_cache():
                 engine.llm_engine.engine_core.get_output()
+            get_kv_transfer_group().worker_side.flush()
         assert cached == 512, f"{cached} tokens were loaded"
         engine.llm_engine.engine_core.shutdown()
     return found
