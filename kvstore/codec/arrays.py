@@ -140,10 +140,8 @@ def check_length(array: object, role: str, length: int) -> None:
     if not (is_tensor(array) or isinstance(array, np.ndarray)):
         raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {_kind(array)}")
     if array.ndim == 0 or array.shape[-1] != length:
-        raise ValueError(
-            f"{role} must have {length} numbers along the last axis, "
-            f"found shape {list(array.shape)}"
-        )
+        msg = f"{role} must have {length} numbers along the last axis, found shape {list(array.shape)}"
+        raise ValueError(msg)
 
 
 def widen_bfloat16(bits: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -219,10 +217,8 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
     extent = view.itemsize
     for stride, length in sorted((abs(stride), length) for stride, length in axes if length > 1):
         if stride < extent:
-            raise ValueError(
-                f"{role} overlaps itself: strides {list(view.strides)} "
-                f"are too short for shape {list(view.shape)}"
-            )
+            msg = f"{role} overlaps itself: strides {list(view.strides)} are too short for shape {list(view.shape)}"
+            raise ValueError(msg)
         extent += stride * (length - 1)
 
 
@@ -248,8 +244,7 @@ def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
 class RowRange:
     """Rows of several arrays that are evenly spaced in each.
 
-    Units:
-        Addresses and strides, one per array, are in bytes.
+    Units: Addresses and strides, one per array, are in bytes.
     """
 
     rows: int

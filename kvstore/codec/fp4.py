@@ -54,8 +54,7 @@ def pack(
     The default of ``scale_rule`` is the format's first in ``layout.SCALE_RULES``. ``global_scale``,
     for ``nvfp4`` with the rule ``torchao``, is the factor of all dequantized values.
 
-    Shapes:
-        values ``[..., n]``; nibbles uint8 ``[..., n / 2]``, value 2i in the low half of byte i;
+    Shapes: values ``[..., n]``; nibbles uint8 ``[..., n / 2]``, value 2i in the low half of byte i;
         scales uint8 ``[..., n / block]``, with blocks of 16 (``nvfp4``) or 32 (``mxfp4``).
 
     Raises:
@@ -82,8 +81,7 @@ def unpack(
     The result is of the same kind as ``nibbles``: a NumPy array, or a tensor on the same device. In
     NumPy, bfloat16 is the type of ml_dtypes; ``out=`` may also be an array of uint16 for its bits.
 
-    Shapes:
-        nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
+    Shapes: nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
 
     Raises:
         ValueError: naming what was found and expected; nothing was written.
@@ -110,8 +108,7 @@ def gather(
     Without ``pages``, entries are the rows of an array. With it they are in a pool of pages, and
     ``pages`` is the page table of one prompt: entry e is entry ``e % m`` of page ``pages[e // m]``.
 
-    Shapes:
-        nibbles uint8 ``[entries, n / 2]`` or ``[pages of the pool, m, n / 2]``; scales the same
+    Shapes: nibbles uint8 ``[entries, n / 2]`` or ``[pages of the pool, m, n / 2]``; scales the same
         with ``n / block``; index ``[k]`` and pages, integers; result ``[k, n]``.
 
     Raises:

@@ -85,8 +85,7 @@ _MESSAGES: Mapping[int, str] = {
 class Rows:
     """Address and stride of the rows of one buffer.
 
-    Units:
-        ``stride`` is the distance in bytes from one row to the next; it may be negative.
+    Units: ``stride`` is the distance in bytes from one row to the next; it may be negative.
     """
 
     address: int
@@ -124,10 +123,8 @@ def default_level() -> str:
 def choose_level(name: str) -> str:
     """Return the level of that name, the highest for an empty one. Raises as :func:`default_level`."""
     if name and name not in levels():
-        raise ConfigError(
-            f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this "
-            "processor can run"
-        )
+        msg = f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this processor can run"
+        raise ConfigError(msg)
     return name or levels()[-1]
 
 
@@ -340,10 +337,7 @@ def read_parts(
 
 
 def write_parts(
-    memory: bytearray,
-    parts: Sequence[Part],
-    segments: NDArray[np.int64],
-    level: str | None = None,
+    memory: bytearray, parts: Sequence[Part], segments: NDArray[np.int64], level: str | None = None
 ) -> list[int]:
     """Copy segments to their parts, each summed in the same pass; return the checksums.
 
@@ -437,8 +431,7 @@ class FrameReader:
     ) -> int:
         """Read frames at ``offsets`` of a file; return the number of intact leading frames.
 
-        Shapes:
-            hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
+        Shapes: hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
 
         Raises:
             ValueError: for shapes that do not match, or blocks beyond the target.

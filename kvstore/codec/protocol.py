@@ -34,8 +34,7 @@ class Codec(Protocol):
 
         Without ``out`` the result of a raw codec shares memory with ``values`` where possible.
 
-        Shapes:
-            values ``[..., self.values]``; result uint8 ``[..., self.entry_bytes]``.
+        Shapes: values ``[..., self.values]``; result uint8 ``[..., self.entry_bytes]``.
 
         Raises:
             ValueError: for another shape, or a dtype that the format does not accept.
@@ -46,8 +45,7 @@ class Codec(Protocol):
 
         The result of a raw codec shares memory with ``entries`` where possible if ``dtype`` is its own.
 
-        Shapes:
-            entries uint8 ``[..., self.entry_bytes]``; result ``[..., self.values]``.
+        Shapes: entries uint8 ``[..., self.entry_bytes]``; result ``[..., self.values]``.
 
         Raises:
             ValueError: for another shape or dtype of ``entries``, or an unknown ``dtype``.

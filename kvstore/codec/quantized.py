@@ -73,8 +73,7 @@ class PackStats:
 class Kernel:
     """Quantized format with its scale rule: converts rows of numbers to codes and scales, and back.
 
-    Invariants:
-        The rule is one of the format's.
+    Invariants: The rule is one of the format's.
 
     Threads: any; a kernel has no state.
     """
@@ -161,15 +160,11 @@ def plane_shapes(leading: tuple[int, ...], values: int, entry_format: str) -> li
     """
     block = FORMATS[entry_format].scale_block
     if block == 0 and values == 0:
-        raise ValueError(
-            f"the last axis must hold at least one value, as {entry_format} stores a scale for "
-            "each row, found 0 values"
-        )
+        msg = f"the last axis must hold at least one value, as {entry_format} stores a scale for each row, found 0 values"
+        raise ValueError(msg)
     if block and values % block:
-        raise ValueError(
-            f"the last axis must be a multiple of the {entry_format} block of {block}, "
-            f"found {values} values"
-        )
+        msg = f"the last axis must be a multiple of the {entry_format} block of {block}, found {values} values"
+        raise ValueError(msg)
     return [(*leading, plane) for plane in FORMATS[entry_format].planes(values)]
 
 
@@ -438,11 +433,7 @@ def _to_device(
 
 
 def _check_remote(
-    tensor: torch.Tensor,
-    role: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    tensor: torch.Tensor, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     if not is_tensor(tensor):
         raise ValueError(f"{role} must be a torch tensor, found {type(tensor).__name__}")
@@ -453,10 +444,7 @@ def _check_remote(
 
 
 def _unpack_remote(
-    planes: tuple[torch.Tensor, torch.Tensor],
-    kernel: Kernel,
-    dtype: str,
-    out: torch.Tensor | None,
+    planes: tuple[torch.Tensor, torch.Tensor], kernel: Kernel, dtype: str, out: torch.Tensor | None
 ) -> torch.Tensor:
     from kvstore.codec import torch_decode
 

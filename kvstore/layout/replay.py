@@ -21,13 +21,11 @@ from kvstore.identity.block import ImageSpan
 class WindowSnapshot:
     """Window KV of one sequence for tokens ``[start, stop)``.
 
-    Shapes:
-        ``rows[group]`` is uint8 ``[len(group.layers), (stop - start) // tokens_per_entry, entry_bytes]``
-        for every WINDOW group of the layout.
+    Shapes: ``rows[group]`` is uint8 ``[len(group.layers), (stop - start) // tokens_per_entry,
+        entry_bytes]`` for every WINDOW group of the layout.
 
-    Invariants:
-        ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window pool, which
-        knows the layout, checks both.
+    Invariants: ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window
+        pool, which knows the layout, checks both.
     """
 
     start: int

@@ -93,10 +93,7 @@ def _config_path(source: str | Path) -> Path:
     elif exists:
         msg = f"{brief(str(path))} is no regular file, expected a config.json"
     else:
-        msg = (
-            f"{brief(str(source))} is neither a preset ({', '.join(PRESETS)}) nor the path of a "
-            f"config.json{_near(source)}"
-        )
+        msg = f"{brief(str(source))} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json{_near(source)}"
     raise ConfigError(msg)
 
 

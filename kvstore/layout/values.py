@@ -124,9 +124,8 @@ def _groups(value: object, owner: str) -> tuple[LayerGroup, ...]:
 class LayerGroup:
     """Layers that cache entries of one format.
 
-    Invariants:
-        ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule`` belongs to
-        ``entry_format``.
+    Invariants: ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule``
+        belongs to ``entry_format``.
     """
 
     name: str
@@ -179,9 +178,8 @@ class LayerGroup:
 class Layout:
     """Layer groups of a model's cache.
 
-    Invariants:
-        At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive exactly
-        when there are WINDOW groups.
+    Invariants: At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive
+        exactly when there are WINDOW groups.
     """
 
     model: str

@@ -16,8 +16,7 @@ class Forest(PrefixIndex):
 
     A segment whose parent is in another tier is a child of the root until its parent comes back.
 
-    Invariants:
-        ``_headless`` has exactly the children of the root that do not begin a chain.
+    Invariants: ``_headless`` has exactly the children of the root that do not begin a chain.
     """
 
     def __init__(

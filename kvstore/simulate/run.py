@@ -41,11 +41,7 @@ Semantics = Literal["prefix", "flat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of one simulation.
-
-    Raises:
-        ValueError: for an unknown policy, naming the known ones.
-    """
+    """Options of one simulation. Raises ``ValueError`` for an unknown policy, naming the known ones."""
 
     policies: Sequence[str]
     sizes: Sequence[Size]

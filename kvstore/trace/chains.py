@@ -20,8 +20,7 @@ from kvstore.trace.columns import Ints, Numbers, Trace, ends
 class Chains:
     """The chain of each request, as segment numbers from the root down.
 
-    Invariants:
-        A segment has one parent and one depth. A request contains whole segments only.
+    Invariants: A segment has one parent and one depth. A request contains whole segments only.
     """
 
     trace: Trace

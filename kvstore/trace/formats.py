@@ -156,10 +156,7 @@ def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
     try:
         session = json_object(text)
         if "requests" not in session:
-            msg = (
-                "expected lines of objects or one object with requests, "
-                f"found {shown(list(session))}{ADVICE}"
-            )
+            msg = f"expected lines of objects or one object with requests, found {shown(list(session))}{ADVICE}"
             raise ValueError(msg)
         tokens = fields.size(session.get("block_size"), "block_size")
         builder.set_block_tokens(tokens)

@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.cli.parameters import Json
-from kvstore.cli.terminal import (
-    FAILED,
-    OK,
-    complain,
-    progress,
-    write_json,
-    write_line,
-    write_table,
-)
+from kvstore.cli.terminal import FAILED, OK, complain, progress, write_json, write_line, write_table
 
 
 def demo(

@@ -44,8 +44,7 @@ class Stopwatch:
 class Answer:
     """The tokens and logits of one run, and the seconds of each stage of its TTFT.
 
-    Shapes:
-        logits ``[steps, vocab]``: of the first ``steps`` new tokens.
+    Shapes: logits ``[steps, vocab]``: of the first ``steps`` new tokens.
     """
 
     new_tokens: tuple[int, ...]
@@ -221,11 +220,7 @@ ENGINES: Mapping[str, Callable[..., Engine]] = {
 
 
 def load_engine(name: EngineName, say: Say) -> Engine:
-    """Load an engine.
-
-    Raises:
-        ConfigError: naming the command that installs what is missing.
-    """
+    """Load an engine. Raises ``ConfigError`` naming the command that installs what is missing."""
     if name == "reference":
         return ReferenceEngine()
     from kvstore.engine import smollm2

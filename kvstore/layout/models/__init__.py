@@ -74,10 +74,7 @@ def _check_type(config: Config, *, is_nested: bool) -> None:
     elif kind in REASONS:
         msg = f"model type {kind!r} {REASONS[kind]}"
     else:
-        msg = (
-            f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not "
-            f"supported; {_REMEDY}"
-        )
+        msg = f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not supported; {_REMEDY}"
     raise ConfigError(msg)
 
 

@@ -112,9 +112,6 @@ def named_formats(
         formats = dict.fromkeys(needed, dtype)
     if not set(needed) <= formats.keys() <= {*needed, *optional}:
         also = f" and may have {' and '.join(optional)}" if optional else ""
-        msg = (
-            f"dtype names groups {sorted(map(str, formats))}, this model has exactly "
-            f"{' and '.join(needed)}{also}"
-        )
+        msg = f"dtype names groups {sorted(map(str, formats))}, this model has exactly {' and '.join(needed)}{also}"
         raise ConfigError(msg)
     return formats

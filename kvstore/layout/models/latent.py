@@ -65,17 +65,11 @@ def latent_sparse(config: Config) -> Layout:
     layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
     indexers = config.get("indexer_types") or ["full"]
     if not isinstance(indexers, list | tuple) or any(kind != "full" for kind in indexers):
-        msg = (
-            f"model type {type_of(config)} has indexer_types {brief(indexers)}, expected an indexer of its "
-            "own in every layer"
-        )
+        msg = f"model type {type_of(config)} has indexer_types {brief(indexers)}, expected an indexer of its own in every layer"
         raise ConfigError(msg)
     rank, index_dim = integer(config, "kv_lora_rank"), integer(config, "index_head_dim")
     if rank % _LATENT_SCALE_BLOCK or index_dim % _LATENT_SCALE_BLOCK:
-        msg = (
-            f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found "
-            f"{rank} and {index_dim}"
-        )
+        msg = f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found {rank} and {index_dim}"
         raise ConfigError(msg)
     scaled = Fraction(_LATENT_SCALE_BLOCK + 4, _LATENT_SCALE_BLOCK)
     size = int(rank * scaled) + 2 * integer(config, "qk_rope_head_dim")

@@ -149,10 +149,7 @@ def _head_dim(spec: Plain, config: Config, heads: int) -> int:
 
 
 def _refuse_ignored(config: Config, name: str, expected: str) -> None:
-    msg = (
-        f"model type {type_of(config)} has {name} {brief(config[name])}, which its class does not read; "
-        f"expected {expected}"
-    )
+    msg = f"model type {type_of(config)} has {name} {brief(config[name])}, which its class does not read; expected {expected}"
     raise ConfigError(msg)
 
 
@@ -244,10 +241,7 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
     count = layer_count(config, *spec.layers)
     types = _layer_types(config, count)
     if any(kind not in (_FULL, _SLIDING) for kind in types):
-        msg = (
-            f"model type {type_of(config)} has layer types {brief(sorted(set(types)))}, expected {_FULL} "
-            f"and {_SLIDING} alone"
-        )
+        msg = f"model type {type_of(config)} has layer types {brief(sorted(set(types)))}, expected {_FULL} and {_SLIDING} alone"
         raise ConfigError(msg)
     owners = range(count - _shared(spec, config, count))
     if not types and _has_window(spec, config):
