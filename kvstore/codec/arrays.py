@@ -195,10 +195,8 @@ def check_in(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> No
     if view.shape != shape:
         raise ValueError(f"{role} must have shape {list(shape)}, found {list(view.shape)}")
     if not has_contiguous_rows(view):
-        raise ValueError(
-            f"{role} must be contiguous along its last axis, "
-            f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
-        )
+        msg = f"{role} must be contiguous along its last axis, found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
+        raise ValueError(msg)
 
 
 def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:

@@ -259,10 +259,7 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
         raise ConfigError(msg)
     full = tuple(layer for layer in owners if types[layer] == _FULL)
     if not full:
-        msg = (
-            f"model type {type_of(config)} has {_SLIDING} in every layer, so there is no global KV to "
-            f"store; expected {_FULL} in some layer"
-        )
+        msg = f"model type {type_of(config)} has {_SLIDING} in every layer, so there is no global KV to store; expected {_FULL} in some layer"
         raise ConfigError(msg)
     sliding = tuple(layer for layer in owners if types[layer] == _SLIDING)
     return full, sliding, integer(config, "sliding_window") if sliding else 0
