@@ -83,10 +83,8 @@ def _namespaces(
 def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
     """Return one block's record, header and ancestors as plain JSON values.
 
-    ``prefix`` is the start of its key in hex; it must match one block.
-
-    Raises:
-        ValueError: if it matches none or several.
+    ``prefix`` is the start of its key in hex; it must match one block. Raises ``ValueError`` if it
+    matches none or several.
     """
     with open_for_reading(path) as store:
         facts = namespace_facts(store.ssd)
@@ -179,10 +177,8 @@ def list_blocks(path: Path, limit: int) -> list[dict[str, Any]]:
 def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Check every block's checksums, identity and parent; return the bad ones.
 
-    ``progress(done, total)`` is called now and then.
-
-    Raises:
-        StoreError: if the store as a whole cannot be read.
+    ``progress(done, total)`` is called now and then. Raises ``StoreError`` if the store as a whole
+    cannot be read.
     """
     bad: list[dict[str, Any]] = []
     with open_for_reading(path) as store:

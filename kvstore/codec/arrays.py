@@ -96,10 +96,8 @@ def check_plain(array: object, role: str) -> None:
 def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     """Return the memory of an array or CPU tensor, without a copy.
 
-    ``role`` names the array in errors; ``dtypes`` are the accepted ones.
-
-    Raises:
-        ValueError: if it is neither kind of array, is 0-dimensional, or has another dtype.
+    ``role`` names the array in errors; ``dtypes`` are the accepted ones. Raises ``ValueError`` if
+    it is neither kind of array, is 0-dimensional, or has another dtype.
     """
     check_plain(array, role)
     if is_tensor(array):

@@ -307,11 +307,9 @@ def read_parts(
 ) -> bool:
     """Copy parts to their segments, each verified in the same pass; return whether all are intact.
 
-    ``sums`` are the expected checksums; ``segments`` is a table of ``SEGMENT_FIELDS``. It stops at the
-    first corrupt part: the segments of that part are undefined then, later ones unchanged.
-
-    Raises:
-        ValueError: for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
+    ``sums`` are the expected checksums; ``segments`` is a table of ``SEGMENT_FIELDS``. It stops at
+    the first corrupt part: the segments of that part are undefined then, later ones unchanged.
+    Raises ``ValueError`` for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
 
     Threads: the GIL is released; all memory must stay alive and unshared until the return.
     Cost: one C call a part, about 1 us each, and one pass over the bytes.

@@ -74,7 +74,6 @@ class Kernel:
     """Quantized format with its scale rule: converts rows of numbers to codes and scales, and back.
 
     Invariants: The rule is one of the format's.
-
     Threads: any; a kernel has no state.
     """
 

@@ -29,7 +29,6 @@ def unpack(
     """Dequantize FP4 on the device of its tensors, which the caller has checked.
 
     Shapes: nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
-
     Cost: a table of 65,536 pairs per format and dtype, made once per device; temporarily 4 bytes of
         index per nibble byte.
     """
@@ -69,7 +68,6 @@ def unpack_fp8(
 
     Shapes: codes uint8 ``[..., n]``; scales uint8 ``[..., n / 32]`` or ``[..., 4]``; result ``[...,
         n]``.
-
     Cost: a table per dtype, made once per device: 65,536 values for ``mxfp8``, 256 for ``fp8``.
         Temporarily 4 bytes of index a value; for ``fp8`` also about 30 bytes of wider numbers.
     """

@@ -23,7 +23,6 @@ class WindowSnapshot:
 
     Shapes: ``rows[group]`` is uint8 ``[len(group.layers), (stop - start) // tokens_per_entry,
         entry_bytes]`` for every WINDOW group of the layout.
-
     Invariants: ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window
         pool, which knows the layout, checks both.
     """

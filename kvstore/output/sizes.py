@@ -80,10 +80,8 @@ class Size:
 def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None) -> Size:
     """Return a size given as a share (``5%``), in blocks (``20000b``) or in bytes (``64GiB``).
 
-    A share f is floor(f * distinct blocks), computed exactly.
-
-    Raises:
-        ValueError: for any other text, or for bytes where ``block_bytes`` is None.
+    A share f is floor(f * distinct blocks), computed exactly. Raises ``ValueError`` for any other
+    text, or for bytes where ``block_bytes`` is None.
     """
     value, unit = _quantity(text)
     if not unit or unit not in {*_BYTES, "%", "b"} or value >= _MOST_NUMBER:

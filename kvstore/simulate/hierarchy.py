@@ -29,10 +29,8 @@ def tiers_of(
 ) -> list[Tier]:
     """Parse tiers of the form ``NAME=SIZE[@RATE][,write=W][,latency=TIME][,policy=P]``.
 
-    W is ``through`` (default of inclusive tiers) or ``on-evict``.
-
-    Raises:
-        ValueError: for another form, or tiers that contradict each other.
+    W is ``through`` (default of inclusive tiers) or ``on-evict``. Raises ``ValueError`` for another
+    form, or tiers that contradict each other.
     """
     tiers: list[Tier] = []
     for text in texts:

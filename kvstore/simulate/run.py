@@ -130,11 +130,9 @@ class Simulation:
     def hits(self, policy: str, capacity: int) -> Ints:
         """Return the hit of each request, in blocks.
 
-        LRU is read from its curve, and a cache as large as the trace from the infinite cache. Both equal
-        the run of the policy, request by request (``tests/simulate``).
-
-        Raises:
-            ValueError: for an unknown policy.
+        LRU is read from its curve, and a cache as large as the trace from the infinite cache. Both
+        equal the run of the policy, request by request (``tests/simulate``). Raises ``ValueError``
+        for an unknown policy.
         """
         if policy == OPTIMAL:
             return optimal_hits(self.links, capacity)

@@ -115,10 +115,8 @@ def simulate_tiers(
 ) -> Flow:
     """Simulate tiers, the fastest first. ``policy`` is that of tiers without their own.
 
-    ``request_share`` limits the blocks of one request in each tier, as a share of the tier.
-
-    Raises:
-        ValueError: for an unknown policy, or an exclusive tier below the first with write=through.
+    ``request_share`` limits the blocks of one request in each tier, as a share of the tier. Raises
+    ``ValueError`` for an unknown policy, or an exclusive tier below the first with write=through.
 
     Cost: O(blocks) per request, in bytes compared and copied; 48 bytes per cached block.
     """

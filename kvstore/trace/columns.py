@@ -24,7 +24,6 @@ class Trace:
     Invariants: ``arrival`` is non-decreasing. Block ids are dense: every number below
         ``distinct_blocks`` occurs. An id is *chained*: it names a block and all blocks before it,
         so an id has one parent. A trace of lengths only has no block ids, and ``block_tokens`` 0.
-
     Cost: 4 bytes per block reference, 36 bytes per request.
     """
 

@@ -152,10 +152,8 @@ def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
 def sha256_of(path: Path) -> str | None:
     """Return the SHA-256 of a file's stored bytes, in hex; None for a stream.
 
-    The digest of a directory is that of the output of ``sha256sum`` for its files, by name.
-
-    Raises:
-        TraceError: if it cannot be opened.
+    The digest of a directory is that of the output of ``sha256sum`` for its files, by name. Raises
+    ``TraceError`` if it cannot be opened.
     """
     is_stream = path.exists() and not path.is_file() and not path.is_dir()  # a pipe
     if str(path) == "-" or is_stream:

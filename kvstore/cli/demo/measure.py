@@ -107,9 +107,7 @@ def run_demo(
     """Run the demo of each engine. A ``store`` directory is kept, a temporary one removed.
 
     A store holds one layout: with several engines each has a directory of its own in ``store``.
-
-    Raises:
-        ConfigError: if an engine or its weights are not installed, or the text is too short.
+    Raises ``ConfigError`` if an engine or its weights are not installed, or the text is too short.
     """
     check_installed(names)
     reports = []
