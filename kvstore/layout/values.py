@@ -15,12 +15,12 @@ from kvstore.errors import ConfigError, brief
 
 
 class Lifetime(StrEnum):
-    """Lifetime of a group's entries, which decides the tiers that keep them."""
+    """Lifetime of a group's entries: it determines the tiers that store them."""
 
     GLOBAL = "GLOBAL"
-    """Read by all later tokens: kept for days, in device pages and on SSD."""
+    """Read by all later tokens; stored for days, in device pages and on SSD."""
     WINDOW = "WINDOW"
-    """Read by the next W tokens only: kept for minutes, in the host window pool."""
+    """Read by the next W tokens only; stored for minutes, in the host window pool."""
     TRANSIENT = "TRANSIENT"
     """Not stored; only the footprint counts it."""
 

@@ -1,9 +1,8 @@
 """Supported model types, with the stems of their class names and the rule for their layout.
 
-Other types are refused: the heads in a config do not tell what else a model caches.
-tests/layout/test_classes.py checks the layouts against the caches of transformers' classes. Source:
-configuration_*.py and modeling_*.py of transformers 5.24; for types without a class there, their
-repositories and vLLM.
+Other types are refused, because a config does not list all that a model caches. Source: configuration_*.py
+and modeling_*.py of transformers 5.24; for types without a class there, their repositories and vLLM.
+tests/layout/test_classes.py compares the layouts with the caches of transformers' classes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _latent(stems: str, spec: Latent | None = None) -> Known:
 
 
 def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
-    """Return a type with fixed entry formats, to which ``dtype`` does not apply."""
+    """Return a type with fixed entry formats; it refuses ``dtype``."""
 
     def layout(config: Config, _own: str, dtype: str | Mapping[str, str] | None) -> Layout:
         if dtype is not None:
@@ -305,11 +304,8 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "step3_vl": ("Step3VL",),
     "vipllava": ("VipLlava",),
 }
-"""Multimodal model types that only cache their language model, and their stems.
-
-Images and sounds are tokens of that model. Types with cross attention (mllama, idefics, evolla) are
-not listed.
-"""
+"""Multimodal model types with the cache of their language model alone, and their stems. Images and sounds are
+tokens of that model. Types with cross attention (mllama, idefics, evolla) are not listed."""
 
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 """Fields with the config of a wrapper's language model, in order of preference."""

@@ -35,7 +35,7 @@ class Latent:
 def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
     """Return the layout of latent attention: one latent with its rotated key per token and layer.
 
-    Draft layers, which few engines run, are not counted.
+    Draft layers are not counted, because few engines run them.
     """
     count = _layers(spec, config, "kv_lora_rank")
     formats = named_formats(own if dtype is None else dtype, ("latent",))
@@ -58,9 +58,9 @@ def _layers(spec: Latent, config: Config, *claims: str) -> int:
 def latent_sparse(config: Config) -> Layout:
     """Return the layout of latent attention with an indexer (DeepSeek-V3.2), in the FP8 cache of engines.
 
-    A latent has E4M3 codes with a float32 scale for each 128, and its rotated key in BF16: 656 bytes.
-    An indexer key has E4M3 codes with such scales: 132 bytes. Source: the ``fp8_ds_mla`` cache of vLLM
-    and FlashMLA. Both are stored as bytes, without a codec.
+    Latent: E4M3 codes with a float32 scale for each 128, and the rotated key in BF16: 656 bytes. Indexer
+    key: E4M3 codes with such scales: 132 bytes. Both are stored as bytes, without a codec. Source: the
+    ``fp8_ds_mla`` cache of vLLM and FlashMLA.
     """
     layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
     indexers = config.get("indexer_types") or ["full"]

@@ -1,4 +1,4 @@
-"""Entry format of keys and values that a checkpoint's quantization config prescribes."""
+"""Entry format of keys and values in a checkpoint's quantization config."""
 
 from __future__ import annotations
 
