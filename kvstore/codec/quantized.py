@@ -71,9 +71,8 @@ class PackStats:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Quantized format with its scale rule: converts rows of numbers to codes and scales, and back.
+    """Quantized format with one of its scale rules: converts rows of numbers to codes and scales, and back.
 
-    Invariants: The rule is one of the format's.
     Threads: any; a kernel has no state.
     """
 
@@ -135,11 +134,7 @@ class QuantizedCodec(GroupCodec):
 def check_format(
     entry_format: str, scale_rule: str | None, formats: Mapping[str, int], family: str
 ) -> str:
-    """Return the scale rule to use: the one given, or the default of the format.
-
-    Raises:
-        ValueError: for a format that is not one of the family's, or a rule that is not the format's.
-    """
+    """Return the given scale rule, by default the format's first. Raises ``ValueError`` for unknown names."""
     if not isinstance(entry_format, str) or entry_format not in formats:
         known = ", ".join(formats)
         raise ValueError(f"unknown {family} format {brief(entry_format)}, expected one of {known}")
@@ -154,8 +149,7 @@ def check_format(
 def plane_shapes(leading: tuple[int, ...], values: int, entry_format: str) -> list[tuple[int, ...]]:
     """Return the shapes of codes and scales of rows of ``values`` values.
 
-    Raises:
-        ValueError: if the values do not fill blocks, or rows that have a scale have no values.
+    Raises ``ValueError`` if the values do not fill blocks, or rows with a scale have no values.
     """
     block = FORMATS[entry_format].scale_block
     if block == 0 and values == 0:
@@ -193,7 +187,7 @@ def pack(
     names = [f"out {name}" for name in kernel.names]
     planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))
     if is_remote(values):
-        # Quantization belongs to the write path, which ends in host memory anyway.
+        # Only the write path quantizes, and it ends in host memory.
         return _to_device(pack(values.cpu(), kernel, stats=stats), values.device, planes, names)
     source = host_view(values, "values", FLOATS)
     shapes = plane_shapes(source.data.shape[:-1], source.data.shape[-1], kernel.entry_format)
@@ -232,10 +226,7 @@ def unpack(
 ) -> ArrayT:
     """Dequantize to float32, float16 or bfloat16: the exact product, rounded once.
 
-    Raises:
-        ValueError: naming what was found and expected; nothing was written.
-
-    Cost: as :func:`pack`, but tensors of another device are decoded there.
+    Raises as :func:`pack`; tensors of another device are decoded there.
     """
     target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
@@ -266,10 +257,7 @@ def gather(
 ) -> ArrayT:
     """Dequantize chosen entries of an array, or of a pool of pages through a page table.
 
-    Raises:
-        ValueError: naming what was found and expected; nothing was written.
-
-    Cost: reads the chosen entries only. Tensors of another device are gathered there.
+    Raises as :func:`pack`. Reads the chosen entries only; tensors of another device are gathered there.
     """
     target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
@@ -380,11 +368,7 @@ def _check_indices(
 def _unpacked_shape(
     codes: tuple[int, ...], scales: tuple[int, ...], kernel: Kernel
 ) -> tuple[int, ...]:
-    """Return the shape of the values in planes of these shapes.
-
-    Raises:
-        ValueError: if the shapes do not match.
-    """
+    """Return the shape of the values in planes of these shapes. Raises ``ValueError`` for a mismatch."""
     values = codes[-1] * 8 // FORMATS[kernel.entry_format].value_bits
     expected = plane_shapes(codes[:-1], values, kernel.entry_format)[1]
     if scales != expected:
@@ -396,12 +380,7 @@ def _unpacked_shape(
 
 
 def relative_error(values: ArrayT, kernel: Kernel) -> float:
-    """Return the relative root-mean-square error of quantizing values.
-
-    0 for no values or only zeros; NaN if any value is NaN or infinite.
-
-    Cost: quantizes to a temporary buffer, and measures.
-    """
+    """Return the relative root-mean-square error of quantizing values, as :attr:`PackStats.relative_error`."""
     stats = PackStats(is_measured=True)
     pack(values, kernel, stats=stats)
     return stats.relative_error
