@@ -1,4 +1,4 @@
-"""Tiers: parsed from the command line, and reported with their hits, bytes, writes and bandwidth."""
+"""Tiers of a simulation: parser of the command line, and report of hits, bytes, writes and bandwidth."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def _tier_of(
     default: Write = "through" if inclusion == "inclusive" or is_first else "on-evict"
     write = given.get("write", default)
     if write not in _WRITES or (is_first and write != "through"):
-        allowed = (
-            "through, as nothing is above the first tier" if is_first else "through or on-evict"
-        )
+        allowed = "through, as no tier is above" if is_first else "through or on-evict"
         raise ValueError(f"tier {name}: expected write={allowed}, found {write!r}")
     policy = given.get("policy")
     if policy is not None and policy not in POLICIES:
@@ -85,7 +83,7 @@ def _tier_of(
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Traffic of one tier. Bytes are None where a token's are unknown, rates where no time passes."""
+    """Traffic of one tier. Bytes are None if a token's are unknown, rates also if no time passes."""
 
     name: str
     size_blocks: int
@@ -120,7 +118,7 @@ class Hierarchy:
     first_token: FirstToken | None = field(metadata=INLINE | OPTIONAL)
     """None where costs are unknown."""
     loaded_token_ratio: float | None = field(metadata=OPTIONAL)
-    """Tokens loaded over tokens requested; a slow tier is not read."""
+    """Tokens loaded over tokens requested; tiers that are too slow are not read."""
 
 
 def hierarchy_report(trace: Trace, flow: Flow, options: SimulateOptions, policy: str) -> Hierarchy:
