@@ -1,9 +1,8 @@
-"""Counts of the source tree: names, lines, classes, and how deep calls go.
+"""Counts of the source tree: names, lines, classes, and depth of calls.
 
-Question: how much must a reader keep in mind?
-Method:   lines and classes from the syntax trees of ``kvstore/``; a class's functions are those in its body. A call's
-          depth is the largest number of nested frames of ``kvstore/`` while it runs, on its own thread and on the threads
-          that it wakes.
+Question: how large and how deeply nested is the source?
+Method:   lines and classes from the syntax trees of ``kvstore/``; a class's functions are those in its body. A
+          call's depth is the largest number of nested frames of ``kvstore/`` during it, on all threads.
 Run:      python -m bench.structure [--root CHECKOUT] [--json]; with --root, PYTHONPATH names that checkout too.
 """
 

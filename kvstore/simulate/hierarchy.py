@@ -65,7 +65,9 @@ def _tier_of(
     default: Write = "through" if inclusion == "inclusive" or is_first else "on-evict"
     write = given.get("write", default)
     if write not in _WRITES or (is_first and write != "through"):
-        allowed = "through, as no tier is above" if is_first else "through or on-evict"
+        allowed = (
+            "through, as no tier is above the first one" if is_first else "through or on-evict"
+        )
         raise ValueError(f"tier {name}: expected write={allowed}, found {write!r}")
     policy = given.get("policy")
     if policy is not None and policy not in POLICIES:

@@ -1,4 +1,4 @@
-"""The command ``kvstore demo``."""
+"""Command ``kvstore demo``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def demo(
     engine
         The model: SmolLM2-135M on transformers, the small V4.1-shaped reference, or both.
     text
-        A UTF-8 text file for the prompt. Default: 4,120 tokens of Python's own documentation.
+        UTF-8 file with the prompt. Default: 4,120 tokens of Python's documentation.
     store
-        A directory for the store, kept afterwards; with both engines, one store each inside it.
-        Default: a temporary one.
+        Directory of the store, which is kept; with both engines, of one store each. Default: temporary.
     """
     from kvstore.cli.demo.engines import EngineName
     from kvstore.cli.demo.measure import run_demo
