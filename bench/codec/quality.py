@@ -58,9 +58,6 @@ SOURCES = (
 """Modules of the standard library; their source is the second half of the text."""
 
 
-# ---- values ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Entry formats of restored keys and values."""
@@ -172,9 +169,6 @@ def summarise(
     return rows
 
 
-# ---- the text --------------------------------------------------------------------------------------
-
-
 def source_text() -> str:
     """Return the source of some modules of the standard library, in the order of ``SOURCES``."""
     return "\n\n".join(inspect.getsource(__import__(name)) for name in SOURCES)
@@ -201,9 +195,6 @@ def window(tokens: NDArray[np.int64], context: int) -> NDArray[np.int64]:
     """Return the tokens of a context and the next one, which is only predicted."""
     start = context * SCORED
     return tokens[start : start + RESTORED + SCORED + 1]
-
-
-# ---- running the model -----------------------------------------------------------------------------
 
 
 class Runner:
@@ -317,9 +308,6 @@ def bytes_per_token(model: Any, setting: Setting) -> float:
     return float(model_layout(model, dtype=formats).bytes_per_token)
 
 
-# ---- results on disk -------------------------------------------------------------------------------
-
-
 class Ledger:
     """Results by context and setting in a file of JSON lines; the first line identifies the measurement."""
 
@@ -350,9 +338,6 @@ class Ledger:
             line = json.dumps({"context": context, "setting": setting, "nats": nats})
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> list[str]:

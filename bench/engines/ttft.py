@@ -147,9 +147,6 @@ def faults(rows: Sequence[Row], dtype: str) -> list[str]:
     return found
 
 
-# ---- processes -------------------------------------------------------------------------------------
-
-
 def run_job(python: Path, job: Job, folder: Path, advance: Callable[[int], None]) -> list[First]:
     """Run a job in its own process; ``advance`` is called with the number of finished prompts.
 
@@ -221,9 +218,6 @@ def python_of(engine: str, given: Path | None) -> Path:
             f"can import {engine}: --{engine}-python"
         )
     return python
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -196,9 +196,6 @@ def running(model: str, store: Path, ssd_bytes: str, log: Path, timeout: int) ->
         server.kill()
 
 
-# ---- the store, from outside ---------------------------------------------------------------------
-
-
 def format_of(folder: Path) -> StoreFormat:
     """Return the contents of a store."""
     return parse_format(read_format(folder))
@@ -266,9 +263,6 @@ def timed_openings(folder: Path, scratch: Path) -> tuple[float, float]:
     finally:
         shutil.rmtree(scratch)
     return seconds[0], seconds[1]
-
-
-# ---- rounds --------------------------------------------------------------------------------------
 
 
 def hit_of(prompt: Sequence[int]) -> int:

@@ -73,9 +73,6 @@ ONCE = ", once"
 Numbers = NDArray[np.float64]
 
 
-# ---- what is run -----------------------------------------------------------------------------------
-
-
 def chains_of(config: ReferenceConfig) -> tuple[Way, ...]:
     """Return the ways of running every turn of a conversation; the controls are exact."""
     window = config.sliding_window
@@ -114,10 +111,7 @@ def conversations(text: NDArray[np.uint8], count: int, turns: int = TURNS) -> li
     longest = FIRST_HITS[-1] + turns * TURN_TOKENS
     stride = len(text) // count
     if stride < longest:
-        msg = (
-            f"{count} conversations of {longest} tokens need {count * longest:,} bytes of text, "
-            f"found {len(text):,}"
-        )
+        msg = f"{count} conversations of {longest} tokens need {count * longest:,} bytes of text, found {len(text):,}"
         raise ValueError(msg)
     rng = np.random.default_rng(SEED)
     found = []
@@ -173,9 +167,6 @@ def changed(own: SequenceState, cold: SequenceState, turn: Context) -> float:
     mine, theirs = (state.entries.export(turn.hit, end) for state in (own, cold))
     differ = sum(int((mine[name] != theirs[name]).sum()) for name in mine)
     return differ / sum(stored.size for stored in mine.values())
-
-
-# ---- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +268,6 @@ def drift_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dic
     return found
 
 
-# ---- for people ------------------------------------------------------------------------------------
-
-
 def write_tables(found: Mapping[str, Any]) -> None:
     """Print a row for each way, near and over turns."""
     write_table(
@@ -369,10 +357,7 @@ def measure(
                 advance(len(rows["drift"]), drift)
     return {
         "model": digest,
-        "text": {
-            "bytes": len(held_out),
-            "sha256": hashlib.sha256(held_out.tobytes()).hexdigest(),
-        },
+        "text": {"bytes": len(held_out), "sha256": hashlib.sha256(held_out.tobytes()).hexdigest()},
         "contexts": near,
         "conversations": drift,
         "turns": TURNS,

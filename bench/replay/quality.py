@@ -98,27 +98,11 @@ def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
         Way(name="pool, W rows", pool=window, decoder=window),
         Way(name="pool, 2W-2 rows", pool=2 * window - 2, decoder=window, is_exact=True),
         *(
-            Way(
-                name=f"encoder replay {n}",
-                encoder=n,
-                decoder=window,
-                is_exact=n >= halo + window,
-            )
+            Way(name=f"encoder replay {n}", encoder=n, decoder=window, is_exact=n >= halo + window)
             for n in REPLAYED
         ),
-        Way(
-            name="halo replay",
-            encoder=halo,
-            is_below_decoder=True,
-            decoder=window,
-            is_exact=True,
-        ),
-        Way(
-            name="as served: both replay W",
-            beside="all rows",
-            encoder=window,
-            decoder=window,
-        ),
+        Way(name="halo replay", encoder=halo, is_below_decoder=True, decoder=window, is_exact=True),
+        Way(name="as served: both replay W", beside="all rows", encoder=window, decoder=window),
         Way(name="BF16, cold", decoder=window, is_bf16=True),
         Way(
             name="BF16, encoder replay W",
@@ -219,11 +203,7 @@ class Bench:
         return run
 
     def answers(
-        self,
-        context: Context,
-        ways: Sequence[Way],
-        cold: Run,
-        sources: Mapping[str, SequenceState],
+        self, context: Context, ways: Sequence[Way], cold: Run, sources: Mapping[str, SequenceState]
     ) -> dict[str, Answer]:
         """Return the result of each way for a context; all have entries of one format.
 
@@ -420,10 +400,7 @@ def measured(
 
 
 def remembered(
-    measure: Callable[[T], dict[str, Any]],
-    chosen: Sequence[T],
-    keys: Sequence[bytes],
-    stored: Path,
+    measure: Callable[[T], dict[str, Any]], chosen: Sequence[T], keys: Sequence[bytes], stored: Path
 ) -> Iterator[dict[str, Any]]:
     """Yield the result of ``measure`` for each, or an earlier one from a file of JSON lines, by ``keys``."""
     known = {}

@@ -250,9 +250,6 @@ def worst(differences: Iterable[float]) -> float:
     return float(max(differences, key=abs))
 
 
-# ---- accuracy ----------------------------------------------------------------------------------
-
-
 def points(bench: Bench, bar: str, wanted: str) -> Bars:
     for (name, policy), expected in CALIBRATION.items():
         if policy == wanted:
@@ -426,9 +423,6 @@ def a9(bench: Bench) -> Bars:
             for size in sizes_of(simulation.trace, SPEED_SIZES)
         )
         yield Bar("A9", f"sizes at which the curve is off, {name}", differs, 0)
-
-
-# ---- speed -------------------------------------------------------------------------------------
 
 
 def ten_policies(bench: Bench, name: str) -> tuple[float, float, float, dict[str, float]]:

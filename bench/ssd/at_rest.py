@@ -78,9 +78,6 @@ class Layers:
     most: float
 
 
-# ---- splits --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Split:
     """Split of numbers into compressed and uncompressed bytes, and its inverse."""
@@ -228,8 +225,6 @@ def split_row(
     return measured(("split", what, name), write, read, [block[name] for block in blocks], rounds)
 
 
-# ---- frames --------------------------------------------------------------------------------------
-
 FORMS: Mapping[str, Mapping[str, str]] = {
     "as it is": {},
     "zstd K": {"k": "zstd"},
@@ -280,9 +275,6 @@ def frame_row(
                 sys.exit(f"{name}: other {group} returned than stored: a bug of kvstore")
     sources = [np.concatenate([array.ravel() for array in block.values()]) for block in blocks]
     return measured(("frame", name, "k+v"), write, read, sources, rounds)
-
-
-# ---- the model -----------------------------------------------------------------------------------
 
 
 def real_blocks(count: int) -> tuple[Layout, Blocks]:

@@ -253,9 +253,6 @@ def percentiles(values: Sequence[float], wanted: Sequence[int]) -> list[float]:
     return [cuts[percent - 1] for percent in wanted]
 
 
-# ---- for people ------------------------------------------------------------------------------------
-
-
 def table(rows: Sequence[PeerRow]) -> list[str]:
     """Return the lines of the table, its header first."""
     load = f"{'GB/s':>6} {'p50 us':>6} {'p99 us':>6}"

@@ -57,9 +57,6 @@ def one_byte_layout() -> Layout:
     return Layout(model="one byte a token", groups=(group,))
 
 
-# ---- looking up -----------------------------------------------------------------------------------
-
-
 def lookup(blocks: int, folder: Path, rounds: int, advance: Advance) -> list[Row]:
     """Return the times of a lookup and of its parts, interleaved."""
     layout = one_byte_layout()
@@ -150,9 +147,6 @@ def stdlib_hashes(root: BlockHash, tokens: NDArray[np.uint32]) -> list[BlockHash
         above = BlockHash(hashlib.sha256(head + above + data[at : at + step] + no_images).digest())
         found.append(above)
     return found
-
-
-# ---- opening --------------------------------------------------------------------------------------
 
 
 def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance) -> list[Row]:
@@ -259,9 +253,6 @@ def made_up_records(
         ends.append((key, number))
 
 
-# ---- memory ---------------------------------------------------------------------------------------
-
-
 def memory(tree: Tree, name: str) -> list[Row]:
     """Return the index's bytes per block: for a trace, and for forks at every block.
 
@@ -308,9 +299,6 @@ def index_of(tree: Tree) -> PrefixIndex:
         above = made[parent] if parent >= 0 else index.root
         made.append(index.insert(above, rng.bytes(count * KEY_BYTES), now=now, namespace_id=1))
     return index
-
-
-# ---- traces ---------------------------------------------------------------------------------------
 
 
 def read_tree(path: Path) -> Tree:

@@ -89,9 +89,6 @@ def sync_files(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- the peers ------------------------------------------------------------------------------------
-
-
 class RawFile(Peer):
     """One file without an index: the least work of a store."""
 
@@ -420,9 +417,6 @@ PEERS: Mapping[str, type[Peer]] = {
     "LMCache": LMCache,
     "SGLang": SGLang,
 }
-
-
-# ---- the work -------------------------------------------------------------------------------------
 
 
 def key_of(number: int) -> bytes:

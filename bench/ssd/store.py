@@ -147,9 +147,6 @@ class Blocks:
         return Put(prefix.key(number), record, frame)
 
 
-# ---- stores and what stands beside them -----------------------------------------------------------
-
-
 def tier_of(cache: PrefixCache) -> SsdTier:
     """Return the SSD tier of a cache."""
     return cache._shared.ssd  # noqa: SLF001
@@ -252,9 +249,6 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(place, ignore_errors=True)
         os.sync()
-
-
-# ---- durable stores -------------------------------------------------------------------------------
 
 
 def prompts_of(layout: Layout, total_bytes: int, capacity: int) -> tuple[Blocks, int, int]:
@@ -413,9 +407,6 @@ def steady(
     ]
 
 
-# ---- warm loads -----------------------------------------------------------------------------------
-
-
 def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
     """Return targets for unchanged consecutive payloads in ``out``: the least work of a load."""
     bounds, base = form.part_bounds, out.ctypes.data - form.payload_offset
@@ -493,12 +484,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
                 ("into entries in use", into_kept, "memcpy to memory in use", copy, WARM_BAR),
                 ("tier alone", by_tier, "memcpy to memory in use", copy, WARM_BAR),
             ):
-                found = paired(
-                    partial(seconds, work),
-                    partial(seconds, bound),
-                    pairs,
-                    advance,
-                )
+                found = paired(partial(seconds, work), partial(seconds, bound), pairs, advance)
                 rows.append(
                     Row(
                         section="warm",
@@ -589,9 +575,6 @@ def _pages(layout: Layout, count: int) -> Pages:
         shape = (count, len(group.layers), entries, group.entry_bytes)
         tensors[group.name] = torch.zeros(shape, dtype=torch.uint8)
     return Pages(tensors, list(range(count)))
-
-
-# ---- cold loads -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
