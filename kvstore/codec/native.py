@@ -411,7 +411,7 @@ class FrameReader:
         if len(hashes) != 32 * (count + 1) or ids.size != count * self._block_tokens:
             raise ValueError(f"{len(hashes)} bytes of hashes and {ids.size} ids for {count} blocks")
         if not 0 <= first_block <= self._blocks - count:
-            msg = f"the target has {self._blocks} blocks, found {count} from {first_block} on"
+            msg = f"there is room for {self._blocks} blocks, found {count} from {first_block} on"
             raise ValueError(msg)
         code = lib.kvstore_read_frames(
             self._frames,
