@@ -159,8 +159,8 @@ def run_job(python: Path, job: Job, folder: Path, advance: Callable[[int], None]
     command = [str(python), "-m", "bench.engines.ttft_engines", str(place / "job.json")]
     # The engine's Python need not have kvstore installed: its workers find this checkout.
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with log.open("w", encoding="utf-8") as said:
-        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=said, stderr=said)
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
         try:
             while process.poll() is None:
                 advance(results.read_text(encoding="utf-8").count("\n"))

@@ -38,7 +38,7 @@ class Contender:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.name = name
         self._log = log
-        with log.open("w", encoding="utf-8") as said:
+        with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
                 [str(python), "-m", "bench.ssd.peers", name],
                 cwd=ROOT,
@@ -46,7 +46,7 @@ class Contender:
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
             )
 
     def do(self, job: str, **fields: Any) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class Contender:
         except BrokenPipeError:
             line = ""
         if not line:
-            said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-            raise RuntimeError(f"{self.name} failed at {job}:\n" + "\n".join(said[-15:]))
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise RuntimeError(f"{self.name} failed at {job}:\n" + "\n".join(lines[-15:]))
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise MissingPeer(answer["missing"])

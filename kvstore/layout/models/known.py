@@ -310,9 +310,9 @@ tokens of that model. Types with cross attention (mllama, idefics, evolla) are n
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 """Fields with the config of a wrapper's language model, in order of preference."""
 
-_NOT_YET = "this version describes keys and values, latents and sliding windows alone"
+_NOT_YET = "this version supports keys and values, latents and sliding windows only"
 _STATE = f"keeps a recurrent or convolution state beside or instead of keys and values: {_NOT_YET}"
-_ENCODER = "is an encoder: it has no cache that later tokens read, so there is nothing to keep"
+_ENCODER = "is an encoder: it has no cache that later tokens read, so there is nothing to store"
 _CROSS = f"caches keys and values of another input (cross attention) beside those of its tokens: {_NOT_YET}"
 _CHUNKS = f"attends in chunks, whose keys and values are of no use after their chunk: {_NOT_YET}"
 _INDEXERS = f"has indexer keys in some of its layers, or in a format of its own: {_NOT_YET}"
