@@ -1,1 +1,1 @@
-"""Benchmarks: speeds and costs beside the limits of the same machine."""
+"""Benchmarks: speeds and costs relative to limits of the same machine."""

@@ -1,4 +1,4 @@
-"""Paired measurements: two speeds of the same run as a ratio."""
+"""Paired measurements: ratios of two speeds of the same run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import Any
 
 Timed = Callable[[], float]
-"""Does some work and returns the seconds of the part that counts."""
+"""Runs some work and returns the seconds of its measured part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Row:
     bound: float | None = None
     """Median of the reference, in ``unit``."""
     ratio: float | None = None
-    """Of the speeds, the median over pairs; with the quarter below and above."""
+    """Speeds: median and quartiles over pairs."""
     low: float | None = None
     high: float | None = None
     bar: float | None = None
@@ -43,7 +43,7 @@ class Row:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Return how long a call took."""
+    """Return the duration of a call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -1,12 +1,11 @@
-"""Counts of the source tree: names, lines, classes, and how deep calls go.
+"""Counts of the source tree: names, lines, classes, and depth of calls.
 
-Question: how much must a reader keep in mind?
-Method:   lines and classes from the syntax trees of ``kvstore/``; a class's functions are those in its body. A call's
-          depth is the largest number of nested frames of ``kvstore/`` while it runs, on its own thread and on the threads
-          that it wakes.
+Question: how large and how deeply nested is the source?
+Method:   lines and classes from the syntax trees of ``kvstore/``; a class's functions are those in its body. A
+          call's depth is the largest number of nested frames of ``kvstore/`` during it, on all threads.
 Run:      python -m bench.structure [--vllm MODEL] [--json]
-          With --vllm also the deepest call of a request that is stored, and of one that is loaded, in vLLM's
-          Python; MODEL is a folder. Another checkout: PYTHONPATH=CHECKOUT python bench/structure.py --root CHECKOUT
+          --vllm adds the deepest call of a request that is stored, and of one that is loaded; it needs vLLM and
+          a model's folder. Another checkout: PYTHONPATH=CHECKOUT python bench/structure.py --root CHECKOUT
 """
 
 from __future__ import annotations

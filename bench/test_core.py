@@ -1,6 +1,6 @@
 """Speed of the core operations relative to the machine.
 
-Question: what do a look-up, a warm read and a durable store cost?
+Question: what do a lookup, a warm read and a durable store cost?
 Method:   pytest-benchmark rounds; the bound is measured in the same test, interleaved, and the ratio of
           medians is in ``extra_info``.
 Bound:    memcpy of the same bytes for a read; pwrite and fdatasync of the same bytes for a store.

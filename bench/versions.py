@@ -1,12 +1,12 @@
 """Figures of two checkouts of the project, in interleaved pairs.
 
-Question: did a change make a figure slower?
-Method:   one bench in each checkout, in turn and in changing order, each run in a process of its own. A pair's
+Question: does a change reduce a speed?
+Method:   one benchmark in both checkouts, alternating in changing order, each run in its own process. A pair's
           ratio is the speed after over the speed before: for seconds and for ratios of times before / after,
           for GB/s after / before. Reported are the median over pairs and its 95 % interval (order statistics).
 Bound:    the checkout before; 1.0 is no change.
 Run:      python -m bench.versions --before FOLDER [--pairs 9] [--json] -- bench.codec --no-peers --json
-Needs:    a second checkout with its extension built. Run nothing beside it.
+Needs:    a second checkout with its extension built, and an idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Change:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return an interval that holds the median with a probability of 95 % or more, where there are 6 values."""
+    """Return an interval of the median with a probability of at least 95 %, from 6 values on."""
     ordered, count = sorted(ratios), len(ratios)
     outside, depth = 0.0, 0
     while depth < count // 2 and (outside + 2 * comb(count, depth) / 2**count) <= 0.05:
@@ -66,7 +66,9 @@ def figures(folder: Path, command: Sequence[str]) -> dict[str, tuple[float, str]
     try:
         rows = json.loads(done.stdout)
     except json.JSONDecodeError:
-        sys.exit(f"{folder}: {' '.join(command)} printed no JSON; it left with {done.returncode}")
+        sys.exit(
+            f"{folder}: {' '.join(command)} printed no JSON; its exit status is {done.returncode}"
+        )
     found = {}
     for row in rows:
         name = " ".join(str(row[key]) for key in ("section", "bar", "what", "of") if row.get(key))
@@ -93,7 +95,7 @@ def compare(before: Path, after: Path, command: Sequence[str], pairs: int) -> li
     for name, (_, unit) in runs[0][0].items():
         values = [(old[name][0], new[name][0]) for old, new in runs if name in old and name in new]
         if len(values) < pairs or not all(a > 0 and b > 0 for a, b in values):
-            continue  # an exact figure (a count of differences) is no speed
+            continue  # exact figures (counts of differences) are no speeds
         ratios = [faster(a, b, unit) for a, b in values]
         low, high = interval(ratios)
         changes.append(

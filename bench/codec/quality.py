@@ -1,16 +1,14 @@
-"""Loss of a KV cache in fewer bytes: K and V separately and together.
+"""Loss of a model with a quantized KV cache: K and V separately and together.
 
-Question: by how much does the next-token loss of a real model rise when a restored prefix comes from
-          bf16, fp8, mxfp8, nvfp4 or mxfp4 entries instead of exact ones?
-Method:   SmolLM2-135M-Instruct in float32, on text that ships with CPython: half language reference
-          (pydoc's topics), half source code of the standard library. Each context has 512 restored tokens
-          and 512 scored ones after them. The restored keys and values went through the codec of their
-          format, as in a store; those of the scored tokens are the model's own, as after a hit. The
-          scored ranges tile the text. Contexts are measured in a random order from a fixed seed, so an
-          interrupted measurement is a sample of the whole text. Differences are paired by context; the
-          95 % interval is Student's, over contexts.
-Bound:    f32 entries go through a real store. They must be bit-exact and leave the loss unchanged to the
-          last bit, else exit 1.
+Question: by how much does the next-token loss of a real model rise if a restored prefix has bf16, fp8, mxfp8,
+          nvfp4 or mxfp4 entries instead of exact ones?
+Method:   SmolLM2-135M-Instruct in float32, on texts of CPython: half language reference (pydoc's topics),
+          half source code of the standard library. Each context has 512 restored tokens and 512 scored ones
+          after them. The restored keys and values are encoded and decoded as in a store; those of the scored
+          tokens are the model's own. The scored ranges tile the text. Contexts are measured in a random
+          order from a fixed seed, so an interrupted measurement is a sample of the whole text. Differences
+          are paired by context; the 95 % interval is Student's, over contexts.
+Bound:    f32 entries of a real store must be bit-exact and leave the loss bit-identical, else exit 1.
 Run:      python -m bench.codec.quality [--out FILE] [--minutes N] [--json] [--svg FILE]
           Minutes for --tokens 1000, hours for all 100,000: one model pass per setting. With --out every
           result is written at once, and the same command continues an interrupted measurement.
@@ -60,9 +58,6 @@ SOURCES = (
 """Modules of the standard library; their source is the second half of the text."""
 
 
-# ---- values ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Entry formats of restored keys and values."""
@@ -72,7 +67,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """A name for people and for files, such as ``"nvfp4 K"`` or ``"fp8 K+V"``."""
+        """Name in tables and files, such as ``"nvfp4 K"`` or ``"fp8 K+V"``."""
         parts = {"K": self.k, "V": self.v}
         changed = [part for part, entry_format in parts.items() if entry_format != EXACT]
         lossy = self.k if self.k != EXACT else self.v
@@ -86,7 +81,7 @@ BASELINE = "computed"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting beside the computed prefix. Losses are nats a token; sizes are bytes a token."""
+    """One setting and the computed prefix. Losses are nats per token; sizes are bytes per token."""
 
     setting: str
     bytes_per_token: float
@@ -119,11 +114,7 @@ def settings(formats: Iterable[str], groups: Iterable[str]) -> list[Setting]:
 
 
 def interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean, by Student's t; None for a single value.
-
-    Shapes:
-        differences ``[contexts]``.
-    """
+    """Return the 95 % interval of the mean of ``[contexts]``, by Student's t; None for a single value."""
     count = len(differences)
     if count < 2:
         return None
@@ -135,8 +126,7 @@ def interval(differences: NDArray[np.float64]) -> tuple[float, float] | None:
 def student(freedom: int) -> float:
     """Return the 97.5 % point of Student's t.
 
-    Source: the expansion about the normal point, Abramowitz and Stegun 26.7.5; the first three points,
-    where it is poor, are exact.
+    Source: the expansion about the normal point, Abramowitz and Stegun 26.7.5; the first three are exact.
     """
     if freedom <= 3:
         return (12.7062, 4.3027, 3.1824)[freedom - 1]
@@ -179,9 +169,6 @@ def summarise(
     return rows
 
 
-# ---- the text --------------------------------------------------------------------------------------
-
-
 def source_text() -> str:
     """Return the source of some modules of the standard library, in the order of ``SOURCES``."""
     return "\n\n".join(inspect.getsource(__import__(name)) for name in SOURCES)
@@ -190,8 +177,7 @@ def source_text() -> str:
 def corpus(encode: Callable[[str], Sequence[int]], contexts: int) -> NDArray[np.int64]:
     """Return the tokens of ``contexts`` contexts: reference prose, then source code.
 
-    Raises:
-        SystemExit: if this Python carries less text than that.
+    Raises ``SystemExit`` if the text of this Python is too short.
     """
     needed = RESTORED + contexts * SCORED + 1
     half = needed // 2
@@ -206,12 +192,9 @@ def corpus(encode: Callable[[str], Sequence[int]], contexts: int) -> NDArray[np.
 
 
 def window(tokens: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    """Return the tokens of a context and the one after it, which is only ever predicted."""
+    """Return the tokens of a context and the next one, which is only predicted."""
     start = context * SCORED
     return tokens[start : start + RESTORED + SCORED + 1]
-
-
-# ---- running the model -----------------------------------------------------------------------------
 
 
 class Runner:
@@ -266,7 +249,7 @@ class Runner:
         return logits
 
     def restored(self, setting: Setting, tokens: NDArray[np.int64], past: Cache) -> Cache:
-        """Return ``past`` as it comes back from entries of a setting's formats."""
+        """Return ``past`` after encoding and decoding in a setting's formats."""
         adapter = self._adapters[setting.name]
         if setting == Setting(EXACT, EXACT):
             return self._through_a_store(adapter, tokens, past)
@@ -284,7 +267,7 @@ class Runner:
         pairs = zip(tensors(found), tensors(past), strict=True)
         if entries.tokens != RESTORED or not all(torch.equal(*pair) for pair in pairs):
             sys.exit(
-                f"a store gave back other keys and values than were stored ({entries.tokens} of "
+                f"a store returned other keys and values than were stored ({entries.tokens} of "
                 f"{RESTORED} tokens): this is a bug of kvstore"
             )
         return found
@@ -325,14 +308,8 @@ def bytes_per_token(model: Any, setting: Setting) -> float:
     return float(model_layout(model, dtype=formats).bytes_per_token)
 
 
-# ---- results on disk -------------------------------------------------------------------------------
-
-
 class Ledger:
-    """Results by context and setting, kept in a file of JSON lines.
-
-    The first line says what was measured, so that results of another text never mix in.
-    """
+    """Results by context and setting in a file of JSON lines; the first line identifies the measurement."""
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
         self.measured: dict[tuple[int, str], float] = {}
@@ -342,28 +319,25 @@ class Ledger:
         if not path.exists():
             path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
         text = path.read_text(encoding="utf-8")
-        if not text.endswith("\n"):  # a kill cut the last line short: it is measured again
+        if not text.endswith("\n"):  # truncated by a kill: measured again
             text = text[: text.rindex("\n") + 1]
             path.write_text(text, encoding="utf-8")
         head, *lines = text.splitlines()
         if json.loads(head) != identity:
             sys.exit(
-                f"{path} holds results of {head}, expected {json.dumps(identity)}; name another file"
+                f"{path} has results of {head}, expected {json.dumps(identity)}; name another file"
             )
         for line in lines:
             found = json.loads(line)
             self.measured[found["context"], found["setting"]] = found["nats"]
 
     def add(self, context: int, setting: str, nats: float) -> None:
-        """Note a result, for good."""
+        """Append a result to the file."""
         self.measured[context, setting] = nats
         if self._path is not None:
             line = json.dumps({"context": context, "setting": setting, "nats": nats})
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -414,9 +388,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100_000, help="tokens to score, at least")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--out", type=Path, help="results as JSON lines; a later run goes on there")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no context after this"
+        "--out", type=Path, help="results as JSON lines; a later run continues there"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no context after this time"
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", type=Path, help="write the chart to this file")
@@ -447,7 +423,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="kvstore-quality-") as folder,
         Runner(loaded.model, wanted, Path(folder)) as runner,
         progress_bar("scoring") as advance,
-        contextlib.suppress(KeyboardInterrupt),  # the table of what there is follows
+        contextlib.suppress(KeyboardInterrupt),  # the table of the results so far follows
     ):
         for done, context in enumerate(order, 1):
             if time.monotonic() > deadline:
@@ -474,9 +450,7 @@ def report(
         )
         print("\n".join(table(rows)))
     if any(row.setting.startswith(EXACT) and not row.is_exact for row in rows):
-        sys.exit(
-            "the loss after an exact restore is not the loss before it: this is a bug of kvstore"
-        )
+        sys.exit("an exact restore changed the loss: this is a bug of kvstore")
 
 
 if __name__ == "__main__":

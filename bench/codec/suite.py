@@ -2,13 +2,13 @@
 
 Question: what share of memcpy's speed do the C kernels reach on one core?
 Method:   every call is paired with a memcpy of the same run, in changing order; the result is the median
-          of the pairs' ratios. Speed is bytes read and written per second. "plain" leaves the output in
-          the cache; "past" writes past it, as unpack does from half of the last cache on.
-Peers:    NumPy, torch, ml_dtypes (casts elements only, without scales), and torchao if installed. The
-          base is another where memcpy does not fit: OpenSSL's SHA-256 of as many bytes for hashes; a copy
-          of the quantized entries, or in the cache an unpack of as many in order, for entries chosen at
-          random; the same work unverified for verified reads; the package xxhash for checksums.
-Bound:    memcpy. Each result is first compared with the portable kernel's, else exit 1.
+          of the pairs' ratios. Speed is bytes read and written per second. "plain" writes the output to the
+          cache, "past" with non-temporal stores, as unpack does from half of the last-level cache on.
+Peers:    NumPy, torch, ml_dtypes (casts elements only, without scales), and torchao if installed. References
+          other than memcpy: OpenSSL's SHA-256 of as many bytes for hashes; for entries chosen at random a
+          copy of the quantized entries, or in the cache an unpack of as many in order; the same work
+          unverified for verified reads; the package xxhash for checksums.
+Bound:    memcpy. Each result must equal the portable kernel's, else exit 1.
 Run:      python -m bench.codec [--pairs 31] [--mib 64] [--levels ...] [--no-peers] [--json] [--svg FILE]
           Needs an idle machine; about ten minutes with 64 MiB and all peers.
 """
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 FP4 = ("mxfp4", "nvfp4")
 PEER_PAIRS, PEER_MIB = 3, 8
-"""Peers take up to a thousand times longer, and their speed does not depend on the size."""
+"""Size for peers, which are up to a thousand times slower, at a speed that does not depend on the size."""
 PEERS = 16
-"""How many there are with torchao."""
+"""Number of peers, with torchao."""
 SWEEP_KIB = tuple(1 << power for power in range(4, 17))
 NEVER, ALWAYS = 1 << 62, 0
-"""From which output size on unpack writes past the cache."""
+"""Output size from which unpack uses non-temporal stores."""
 GATHERED, GATHERED_VALUES = 2048, 512
-"""As many entries as four queries of DeepSeek-V4.1 choose, of its size."""
+"""Entries that four queries of DeepSeek-V4.1 choose, of its size."""
 FAR_BYTES, NEAR_BYTES = 256 << 20, 256 << 10
 HASHED_TOKENS, BLOCK_TOKENS = 1 << 20, 128
 
@@ -72,7 +72,7 @@ class Row:
     gb_per_s: float
     memcpy_gb_per_s: float
     ratio: float
-    """Of the speeds, the median over pairs; with the quarter below and above."""
+    """Speeds: median and quartiles over pairs."""
     low: float
     high: float
 
@@ -123,7 +123,7 @@ class Buffers:
         np.copyto(self.target, self.source)
 
     def rows(self) -> tuple[native.Rows, native.Rows, native.Rows]:
-        """Return where values, codes and scales lie, each as one row."""
+        """Return values, codes and scales as one row each."""
         arrays = (self.values, self.codes, self.scales)
         values, codes, scales = (native.Rows(array.ctypes.data, 0) for array in arrays)
         return values, codes, scales
@@ -206,7 +206,7 @@ def peers(wide_bytes: int) -> Iterator[tuple[str, str, Work, Buffers]]:
 def numpy_unpack(
     codes: NDArray[np.uint8], scales: NDArray[np.uint8], entry_format: str
 ) -> NDArray[np.float32]:
-    """Unpack as one would in NumPy: a table of the pairs that a byte means, times the scales."""
+    """Unpack in NumPy: a table of the pairs of each byte, times the scales."""
     pairs = np.array([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)], np.float32)
     factors = numpy_fp4.scale_value(scales, entry_format).astype(np.float32)
     found: NDArray[np.float32] = pairs[codes].reshape(len(codes), -1) * factors
@@ -216,7 +216,7 @@ def numpy_unpack(
 def torch_unpack(
     codes: torch.Tensor, scales: torch.Tensor, *, entry_format: str, dtype: str
 ) -> torch.Tensor:
-    """Unpack as one would in torch: the elements by their codes, times the scales."""
+    """Unpack in torch: elements by code, times the scales."""
     import torch
 
     elements = torch.tensor(E2M1, dtype=torch.float32)
@@ -241,7 +241,7 @@ def torch_pack(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def torchao_pack(values: torch.Tensor, entry_format: str) -> Work:
-    """Return torchao's packer. It is a prototype there, and may move."""
+    """Return torchao's packer, a prototype whose module may change."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
@@ -272,8 +272,7 @@ def hash_row(pairs: int) -> Row:
 def gather_rows(level: str, pairs: int) -> list[Row]:
     """Return the speed of dequantising selected entries of 512 values: far apart, and in the cache.
 
-    Far apart, the ratio is to a copy of other packed entries, as many; in the cache, to an unpack
-    of as many that follow each other.
+    References: a copy of as many other entries; in the cache an unpack of as many consecutive entries.
     """
     code_bytes, scale_bytes = FORMATS["nvfp4"].planes(GATHERED_VALUES)
     entry_bytes = code_bytes + scale_bytes
@@ -284,7 +283,7 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
         entries = rng.integers(0, 256, (pool_bytes // entry_bytes, entry_bytes), np.uint8)
         count = min(GATHERED, len(entries))
         order = rng.permutation(len(entries)).astype(np.int64)
-        # New entries for every call: those of the last one are in the cache.
+        # New entries for every call: those of the previous one are in the cache.
         batches = itertools.cycle(order[: len(order) // count * count].reshape(-1, count))
         out = np.zeros((count, 2 * GATHERED_VALUES), np.uint8)
         copied = np.zeros((count, entry_bytes), np.uint8)
@@ -319,10 +318,9 @@ def gather_rows(level: str, pairs: int) -> list[Row]:
 
 
 def verified_rows(level: str, size: int, pairs: int) -> list[Row]:
-    """Return the speed of checksums, and of verified copies and unpacks.
+    """Return the speed of checksums, and of verified copies and unpacks relative to unverified ones.
 
-    In memcpy's place stands the same work unverified: the ratio is what verifying leaves of its
-    speed. Entries are those of ``gather_rows``, all codes and then all scales.
+    Entries are those of ``gather_rows``, all codes and then all scales.
     """
     rng = np.random.default_rng(4)
 
@@ -333,7 +331,7 @@ def verified_rows(level: str, size: int, pairs: int) -> list[Row]:
 
         def read() -> None:
             if not native.read_parts(part, parts, sums, table, level):
-                sys.exit(f"{level} has another sum than xxhash: {work}")
+                sys.exit(f"{level} has another checksum than xxhash: {work}")
 
         return Row(work, level, size, **paired(read, moved, bound, moved, pairs))
 
@@ -407,7 +405,7 @@ def measure(
 
 
 def swept(entry_format: str, dtype: str, wide_bytes: int, pairs: int) -> list[Row]:
-    """Return pack and unpack at a size as callers get them: Python and all, the default level."""
+    """Return pack and unpack at a size as callers see them, with Python and the default level."""
     buffers = Buffers(entry_format, dtype, wide_bytes)
     out = (buffers.codes, buffers.scales)
     calls: dict[str, Work] = {

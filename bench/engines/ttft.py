@@ -2,17 +2,17 @@
 
 Question: how long until the first token, if an earlier process has stored 0, 50, 90 or 97 % of the prompt?
 Method:   three processes per engine and connector. The first has no cache: its time is "none". The second
-          stores the first part of each prompt and ends. The third is the restarted engine: it runs each
-          whole prompt once. Every prompt is different text, so nothing in memory helps. Time runs from
-          token ids to the first token, on a loaded and warmed engine with the store open; medians. Stored
-          parts are whole blocks of 128 tokens, so the share is slightly less.
-Peers:    the same engine without a cache, and vLLM's own ExampleConnector, which finds a prompt only as a
-          whole: a share that leaves more than a block to compute is a miss there.
+          stores the first part of each prompt. The third is the restarted engine: it runs each whole prompt
+          once. All prompts differ, so memory has no effect. Time is measured from token ids to the first
+          token, on a loaded and warmed engine with the store open; medians. Stored parts are whole blocks
+          of 128 tokens, so the share is slightly less.
+Peers:    the same engine without a cache, and vLLM's own ExampleConnector, which only hits whole prompts: a
+          share with more than a block to compute is a miss there.
 Bound:    each hit equals the stored part, and each first token that of the engine without a cache; else
-          exit 1. (In bfloat16 a near tie may be resolved either way: other tokens are only counted.)
+          exit 1. (In bfloat16 near ties may be resolved either way: other tokens are only counted.)
 Run:      python -m bench.engines.ttft [--quick] [--engines ...] [--lengths ...] [--shares ...] [--runs N] [--json] [--svg FOLDER] [--cold-disk]
-          vLLM needs its own environment: make test-engines builds it, or give a Python that can import it
-          with --vllm-python. A full measurement takes hours of two cores of an idle machine.
+          vLLM needs its own environment: make test-engines, or a Python with vLLM as --vllm-python. A full
+          measurement needs hours of two cores of an idle machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.engine.environments import BuildError, environment
 BLOCK_TOKENS = 128
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = {1056: 5, 4224: 3, 7680: 3}
-"""Prompt lengths, and how often each case runs. 97 % of the first two is a whole number of blocks."""
+"""Prompt lengths with the runs of each case. 97 % of the first two is a whole number of blocks."""
 SHARES = (0.0, 0.5, 0.9, 0.97)
 QUICK_LENGTHS, QUICK_SHARES = {544: 2}, (0.0, 0.97)
 CONNECTORS: Mapping[str, Sequence[Connector]] = {
@@ -49,7 +49,7 @@ CONNECTORS: Mapping[str, Sequence[Connector]] = {
     "vllm": ("none", "kvstore", "example"),
 }
 OFFSET_TOKENS = 193
-"""Texts of two prompts begin so far apart: their first blocks differ."""
+"""Distance of the starts of two prompts: their first blocks differ."""
 POLL_SECONDS = 0.2
 
 
@@ -70,7 +70,7 @@ class Row:
     connector: str
     prompt_tokens: int
     share: float
-    """Asked for; ``cached_tokens`` is what whole blocks allow."""
+    """Requested share; ``cached_tokens`` are whole blocks."""
     cached_tokens: int
     hit_tokens: tuple[int, ...]
     seconds: float
@@ -85,11 +85,7 @@ class Row:
 
 
 def cases(text: Sequence[int], lengths: Mapping[int, int], shares: Sequence[float]) -> list[Case]:
-    """Return every case, each with a prompt of its own.
-
-    Raises:
-        SystemExit: if ``text`` is too short.
-    """
+    """Return every case, each with its own prompt. Raises ``SystemExit`` if ``text`` is too short."""
     found: list[Case] = []
     for length, runs in lengths.items():
         for share in shares:
@@ -151,14 +147,10 @@ def faults(rows: Sequence[Row], dtype: str) -> list[str]:
     return found
 
 
-# ---- processes -------------------------------------------------------------------------------------
-
-
 def run_job(python: Path, job: Job, folder: Path, advance: Callable[[int], None]) -> list[First]:
-    """Do a job in a process of its own; ``advance`` is called with how many prompts are done.
+    """Run a job in its own process; ``advance`` is called with the number of finished prompts.
 
-    Raises:
-        SystemExit: with the end of what the process said, if it failed.
+    Raises ``SystemExit`` with the end of the process's output if it failed.
     """
     place = Path(tempfile.mkdtemp(dir=folder))
     (place / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
@@ -167,8 +159,8 @@ def run_job(python: Path, job: Job, folder: Path, advance: Callable[[int], None]
     command = [str(python), "-m", "bench.engines.ttft_engines", str(place / "job.json")]
     # The engine's Python need not have kvstore installed: its workers find this checkout.
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with log.open("w", encoding="utf-8") as said:
-        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=said, stderr=said)
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=output, stderr=output)
         try:
             while process.poll() is None:
                 advance(results.read_text(encoding="utf-8").count("\n"))
@@ -197,7 +189,7 @@ def measure(
 ) -> list[Row]:
     """Measure one engine with every connector it has."""
     whole = [case.prompt for case in chosen]
-    # A token more than is to be found: no store keeps a prompt's last token for the same prompt.
+    # One token more than the hit: the last token of a prompt is always computed.
     parts = [case.prompt[: case.cached + 1] for case in chosen if case.cached]
     cold = run(job(engine, "none", whole))
     rows = summarise(engine, "none", chosen, cold, cold)
@@ -213,11 +205,7 @@ def measure(
 
 
 def python_of(engine: str, given: Path | None) -> Path:
-    """Return the Python that can import an engine.
-
-    Raises:
-        SystemExit: saying how to get one.
-    """
+    """Return the Python with an engine. Raises ``SystemExit`` with the command that installs one."""
     if engine == "transformers":
         return Path(sys.executable)
     try:
@@ -226,13 +214,10 @@ def python_of(engine: str, given: Path | None) -> Path:
         sys.exit(f"{fault}; name a Python that can import {engine}: --{engine}-python")
     if not python.exists():
         sys.exit(
-            f"{python} is not there; run: make test-engines ENGINES={engine}, or name a Python that "
+            f"{python} does not exist; run: make test-engines ENGINES={engine}, or name a Python that "
             f"can import {engine}: --{engine}-python"
         )
     return python
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -273,7 +258,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", nargs="+", choices=CONNECTORS, default=["transformers"])
-    parser.add_argument("--quick", action="store_true", help="short prompts: does it work at all")
+    parser.add_argument("--quick", action="store_true", help="short prompts only, as a smoke test")
     parser.add_argument(
         "--lengths", nargs="+", type=int, choices=LENGTHS, help="only these prompts"
     )
@@ -317,7 +302,7 @@ def main() -> None:
 
 
 def encode(model: Path) -> list[int]:
-    """Return the tokens of a text that every CPython carries."""
+    """Return the tokens of the help topics of CPython."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
@@ -363,7 +348,7 @@ def runner(
 
 
 def report(rows: Sequence[Row], dtype: str, chosen: argparse.Namespace) -> None:
-    """Print the rows, draw them, and exit 1 if kvstore did not do as it must."""
+    """Print the rows, draw them, and exit 1 for a violated bound."""
     if chosen.svg is not None:
         chosen.svg.mkdir(parents=True, exist_ok=True)
         for length, picture in pictures(rows).items():

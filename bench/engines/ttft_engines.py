@@ -1,7 +1,7 @@
 """Engines of the benchmark of time to first token, each in its own process.
 
-``python -m bench.engines.ttft_engines JOB`` runs in the Python of an engine's own environment, so nothing is
-imported before an engine needs it. The job is JSON; results are appended to a file of JSON lines.
+``python -m bench.engines.ttft_engines JOB`` runs in an engine's own environment, so imports are deferred. The
+job is JSON; results are appended to a file of JSON lines.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Job:
     """Folder for files that outlive the process."""
     prompts: Sequence[Sequence[int]]
     max_tokens: int
-    """The longest prompt, and a token more."""
+    """Length of the longest prompt plus one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First:
-    """One first token: how long it took, which it is, and how many tokens of the prompt were restored."""
+    """One first token: its time, its id, and the restored tokens of the prompt."""
 
     seconds: float
     token: int
@@ -61,7 +61,7 @@ VLLM_SETTINGS = {
 
 
 class Engine(Protocol):
-    """An engine with one model loaded. It is started once in a process, and the process ends with it."""
+    """Engine with one loaded model; one per process."""
 
     def start(self, job: Job) -> None:
         """Load the model, and open the store of the job's connector."""
@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Return when all that was kept will be found by another process."""
+        """Return when another process can find all stored blocks."""
         ...
 
 
@@ -164,8 +164,7 @@ class VllmEngine(Engine):
     @override
     def stop(self) -> None:
         core = self._engine.llm_engine.engine_core
-        # The rest of the last request is saved in the next step, which an engine in this process,
-        # unlike one in its own, makes only when asked.
+        # The rest of the last request is saved in the next step, which an in-process engine runs on request.
         core.get_output()
         core.shutdown()
 
@@ -174,7 +173,7 @@ ENGINES: dict[str, type[Engine]] = {"transformers": TransformersEngine, "vllm": 
 
 
 def work(job: Job, results: Path) -> None:
-    """Do a job: every prompt once, in order, after an unrelated one that warms the engine up."""
+    """Run every prompt once, in order, after an unrelated warm-up."""
     engine = ENGINES[job.engine]()
     engine.start(job)
     highest = max((max(prompt) for prompt in job.prompts), default=1)

@@ -1,4 +1,4 @@
-"""vLLM connector that does nothing: the control of :mod:`bench.engines.vllm_overhead`."""
+"""vLLM connector without a function: the control of :mod:`bench.engines.vllm_overhead`."""
 
 from __future__ import annotations
 

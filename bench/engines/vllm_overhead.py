@@ -1,12 +1,12 @@
 """CPU time that the connector adds to vLLM, per token.
 
 Question: how many CPU seconds per token does an engine use with kvstore's connector, relative to none?
-Method:   three engines in their own processes take turns in changing order: without a connector, with one
-          that does nothing, with kvstore's. Each turn is a batch of new prompts. CPU seconds are those of
-          all threads of a process, including background saves and commits. Ratios are taken within a
-          turn, so other load between turns does not count. ``none``: prompts share nothing, the store only
-          saves. ``local``: nine tenths of each prompt are in vLLM's own prefix cache.
-Bound:    the connector that does nothing: the part of the difference that is vLLM's own.
+Method:   three engines in their own processes alternate in changing order: without a connector, with an idle
+          one, with kvstore's. Each turn is a batch of new prompts. CPU seconds are those of all threads of a
+          process, including background saves and commits. Ratios are within a turn, so load between turns
+          does not count. ``none``: prompts have no common prefix, the store only saves. ``local``: nine
+          tenths of each prompt are in vLLM's own prefix cache.
+Bound:    the idle connector, which measures vLLM's own part of the difference.
 Run:      python -m bench.engines.vllm_overhead [--json] [--turns 12] [--model FOLDER]
           Prints per case the median ratios of kvstore to none, of the idle connector to none and of
           kvstore to the idle connector, with 95 % intervals (order statistics). Needs vLLM and the demo's
@@ -36,7 +36,7 @@ SIDES = ("none", "idle", "kvstore")
 RATIOS = (("kvstore", "none"), ("idle", "none"), ("kvstore", "idle"))
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # threads that wait for each other spin, and that would be counted
+    "OMP_NUM_THREADS": "1",  # waiting threads spin, and their CPU time counts
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -79,9 +79,9 @@ def connector(side: str, store: str) -> dict[str, Any]:
 
 
 def serve(model: str, side: str, store: str) -> None:
-    """Answer turns from standard input until it ends. Runs in a process of its own."""
+    """Run turns from standard input until it ends, in its own process."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps vLLM's output out of the results
     from vllm import LLM, SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -124,7 +124,7 @@ class Engine:
         self._child.stdin.flush()
         line = self._child.stdout.readline()
         if not line:
-            sys.exit("an engine ended early; what it said is on standard error")
+            sys.exit("an engine ended early; see its output on standard error")
         found: dict[str, float] = json.loads(line)
         return found
 
@@ -148,10 +148,7 @@ def engine(model: str, side: str, store: Path) -> Iterator[Engine]:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the order statistics that hold the median with at least ``confidence``.
-
-    For too few values that is all of them, and the confidence is less.
-    """
+    """Return the order statistics that enclose the median with ``confidence``; all for too few values."""
     ordered, n = sorted(values), len(values)
     chance = [math.comb(n, k) / 2**n for k in range(n + 1)]
     low = 0

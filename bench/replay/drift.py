@@ -1,21 +1,20 @@
 """Loss of bounded replay right after a hit, and over many turns that each replay.
 
 Question: is the first token after a hit predicted worse than by a cold run, which a mean over 32 tokens may
-          hide? And if each turn stores entries computed from a replayed window, and the next turn replays
-          over them: do errors accumulate?
+          hide? Do errors accumulate over turns that store entries computed from a replayed window?
 Method:   held-out text, given and not sampled; ways and measures are those of ``bench.replay.quality``.
           *Near*: prompts that end one token after the hit, 32 tokens scored. *Drift*: conversations of
-          ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits everything that earlier turns stored, has
-          one token of prompt and scores the rest. In a *chain* each turn stores its own entries; *once* is
-          the same turn over a cold run's entries. Chain less once, both beside the cold run, is the
-          excess: the cost of earlier turns' replays. The KL of the chain beside once is the size of the
-          change in either direction. Slopes are least squares over turns, per conversation; late is the
-          last quarter of the turns. 95 % intervals: contexts or conversations resampled with replacement.
+          ``TURNS`` turns of ``TURN_TOKENS`` tokens. A turn hits all tokens of earlier turns, has one token of
+          prompt and scores the rest. In a *chain* each turn stores its own entries; *once* is the same turn
+          over a cold run's entries. The excess is chain less once, both relative to the cold run: the cost
+          of earlier turns' replays. The KL of the chain relative to once is the size of the change. Slopes
+          are least squares over turns, per conversation; late is the last quarter of the turns. 95 %
+          intervals: contexts or conversations resampled with replacement.
 Bound:    0 bits. Two exact controls must reach it, up to binary32 rounding, which may change the choice of
-          an entry: windows kept in the pool, and replay of the whole halo. Replay of 0 and of two windows
-          bracket replay of one.
+          an entry: windows from the pool, and replay of the whole halo. Replays of 0 and of two windows are
+          further references.
 Run:      python -m bench.replay.drift models/deep/model.npz --out FOLDER
-          Results that FOLDER has are not measured again.
+          Results in FOLDER are not measured again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from kvstore.reference.state import SequenceState
 
 TURNS = 40
 TURN_TOKENS = 16
-"""Half a window of the trained models, as 64 tokens are of the release's: short turns replay most often."""
+"""Half a window of the trained models, as 64 tokens of the release's: short turns replay most often."""
 FIRST_HITS = range(256, 320, 2)
 """Hits are at every even position of a window. All turns together have at most the 1,024 trained tokens."""
 SUFFIX = 1
@@ -72,9 +71,6 @@ PLOTTED_TURNS = 4
 """Turns per point of the plot: the mean of one turn is noisy."""
 ONCE = ", once"
 Numbers = NDArray[np.float64]
-
-
-# ---- what is run -----------------------------------------------------------------------------------
 
 
 def chains_of(config: ReferenceConfig) -> tuple[Way, ...]:
@@ -98,11 +94,7 @@ def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Text with a hit at the beginning of each turn.
-
-    Shapes:
-        tokens ``[first_hit + turns * TURN_TOKENS]``.
-    """
+    """Text with a hit at the beginning of each turn. Shapes: ``[first_hit + turns * TURN_TOKENS]``."""
 
     tokens: NDArray[np.uint32]
     first_hit: int
@@ -115,18 +107,11 @@ class Conversation:
 
 
 def conversations(text: NDArray[np.uint8], count: int, turns: int = TURNS) -> list[Conversation]:
-    """Return conversations spread evenly over a text; no two overlap.
-
-    Raises:
-        ValueError: if the text is too short for as many.
-    """
+    """Return disjoint conversations, evenly spread over a text. Raises ``ValueError`` if it is too short."""
     longest = FIRST_HITS[-1] + turns * TURN_TOKENS
     stride = len(text) // count
     if stride < longest:
-        msg = (
-            f"{count} conversations of {longest} tokens need {count * longest:,} bytes of text, "
-            f"found {len(text):,}"
-        )
+        msg = f"{count} conversations of {longest} tokens need {count * longest:,} bytes of text, found {len(text):,}"
         raise ValueError(msg)
     rng = np.random.default_rng(SEED)
     found = []
@@ -154,10 +139,8 @@ def answered(
 def converse(bench: Bench, conversation: Conversation) -> dict[str, Any]:
     """Return each way's measures by turn: means of its scored tokens, and of its stored bytes.
 
-    Shapes:
-        returns, by way and measure, a number for each turn; and each way's loss and KL at the first
-        scored token under ``first_loss`` and ``first_kl``. Chains have their KL beside once as
-        ``moved_kl``; exact ones have no once, and are beside the cold run.
+    ``first_loss`` and ``first_kl`` are those of the first scored token. ``moved_kl`` is the KL of a chain
+    relative to once, of exact chains relative to the cold run.
     """
     ways, chains = ways_of(bench.config), chains_of(bench.config)
     moved = [
@@ -179,14 +162,11 @@ def converse(bench: Bench, conversation: Conversation) -> dict[str, Any]:
 
 
 def changed(own: SequenceState, cold: SequenceState, turn: Context) -> float:
-    """Return the share of the bytes of a turn's entries that are not the cold run's."""
+    """Return the share of bytes of a turn's entries that differ from the cold run's."""
     end = len(turn.tokens)
     mine, theirs = (state.entries.export(turn.hit, end) for state in (own, cold))
     differ = sum(int((mine[name] != theirs[name]).sum()) for name in mine)
     return differ / sum(stored.size for stored in mine.values())
-
-
-# ---- figures ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,25 +183,21 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Cost of one chain in bits per byte. The excess is None for exact ways, which have no once.
-
-    Shapes:
-        lists have a mean for each turn.
-    """
+    """Cost of one chain in bits per byte, means by turn. The excess is None for exact ways."""
 
     kl: list[float]
     late_kl: Interval
     late_loss_increase: Interval
-    """Beside the cold run."""
+    """Relative to the cold run."""
     first_loss_increase: Interval
-    """Of the first token of every turn, beside the cold run."""
+    """Of the first token of every turn, relative to the cold run."""
     first_kl: Interval
     excess_kl: list[float] | None
     excess_kl_a_turn: Interval | None
     late_excess_kl: Interval | None
     late_excess_loss: Interval | None
     moved_kl: list[float]
-    """Beside once; of exact ways, beside the cold run."""
+    """Relative to once; of exact ways, to the cold run."""
     moved_kl_a_turn: Interval
     late_moved_kl: Interval
     early_changed: Interval
@@ -249,11 +225,7 @@ def near_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict
 
 
 def slopes(values: Numbers) -> Numbers:
-    """Return the slope over turns of each conversation, by least squares.
-
-    Shapes:
-        values ``[conversations, turns]``; returns ``[conversations]``.
-    """
+    """Return the least-squares slope over turns of each conversation. Shapes: ``[conversations, turns]``."""
     turns = np.arange(values.shape[1]) - (values.shape[1] - 1) / 2
     found: Numbers = values @ turns / (turns @ turns)
     return found
@@ -294,9 +266,6 @@ def drift_figures(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dic
         )
         found[way.name] = dataclasses.asdict(figures)
     return found
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def write_tables(found: Mapping[str, Any]) -> None:
@@ -341,7 +310,7 @@ def write_tables(found: Mapping[str, Any]) -> None:
 
 
 def draw(found: Mapping[str, Any]) -> str:
-    """Return how far earlier turns' replays move each chain, against turns, as SVG."""
+    """Return the change of each chain by earlier turns' replays, by turn, as SVG."""
     series = []
     for name, one in found["drift"].items():
         if one["excess_kl"] is None:
@@ -388,10 +357,7 @@ def measure(
                 advance(len(rows["drift"]), drift)
     return {
         "model": digest,
-        "text": {
-            "bytes": len(held_out),
-            "sha256": hashlib.sha256(held_out.tobytes()).hexdigest(),
-        },
+        "text": {"bytes": len(held_out), "sha256": hashlib.sha256(held_out.tobytes()).hexdigest()},
         "contexts": near,
         "conversations": drift,
         "turns": TURNS,
@@ -406,14 +372,14 @@ def measure(
 def main() -> None:
     """Measure one trained model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path, help="what bench.replay.train wrote")
+    parser.add_argument("model", type=Path, help="model.npz of bench.replay.train")
     parser.add_argument("--contexts", type=int, default=1024, help="hits with one more token")
     parser.add_argument("--conversations", type=int, default=256)
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.model.is_file():
-        parser.error(f"{options.model} is not there: expected a model.npz of bench.replay.train")
+        parser.error(f"{options.model} does not exist: expected a model.npz of bench.replay.train")
     if min(options.contexts, options.conversations) < 1:
         parser.error("expected at least one context and one conversation")
     torch.set_num_threads(1)

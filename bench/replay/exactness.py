@@ -2,12 +2,11 @@
 
 Question: a prompt of H + r tokens hits at H. Do the suffix's global entries and the logits equal those of a
           cold run, with the window from the pool (W or 2W - 2 rows), and after a replay?
-Method:   the reference engine in float64 through a real store; one line per suffix length r. The law
-          (docs/decisions/0010): entries always equal from the pool; logits equal iff r >= 2W - 1 - R for
-          R rows; after a replay both differ, unless the hit is at most W tokens. In float32 a value at a
-          rounding boundary may change where products have other shapes: differing FP4 codes of the suffix
-          are counted.
-Bound:    1e-9 on logits counts as equal: products of other shapes round differently.
+Method:   the reference engine in float64 with a real store; one line per suffix length r. Expected
+          (docs/decisions/0010): from the pool entries are always equal, and logits iff r >= 2W - 1 - R for R
+          rows; after a replay both differ, unless the hit is at most W tokens. In float32 products of other
+          shapes may round differently: differing FP4 codes of the suffix are counted.
+Bound:    logits are equal up to 1e-9: products of other shapes round differently.
 Run:      python -m bench.replay.exactness [--json]
 """
 
@@ -35,14 +34,14 @@ Window = Literal["pool W", "pool 2W-2", "replay", "replay, short hit"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One continuation beside its cold run."""
+    """One continuation and its cold run."""
 
     window: Window
     hit_tokens: int
     suffix_tokens: int
     replay_tokens: int
     entries_equal: bool
-    """Every byte of the suffix's global entries."""
+    """Whether all bytes of the suffix's global entries are equal."""
     logit_difference: float
     """Largest, over the vocabulary."""
     flipped_codes: int

@@ -1,4 +1,4 @@
-"""Cost of a prompt whose decoder runs over its last rows only.
+"""Cost of a prompt whose decoder runs over the last rows only.
 
 Question: how many multiply-adds and seconds does prefill take with the encoder over every token and the
           decoder over the last W, relative to all layers over all tokens? And after a hit, with a replay
@@ -10,8 +10,8 @@ Method:   torch's flop counter counts multiply-adds on the executed code: every 
           same without any; ``release`` the release's layer table, 20 + 20, W, top-k and candidates, over
           narrow layers.
 Bound:    half of the layers, and W of N tokens of the other half: (1 + W / N) / 2, if both halves cost the
-          same. They differ slightly: decoder layers read an entry per token, encoder layers one per two,
-          and the first owner of the decoder makes its entries in both.
+          same. They differ slightly: decoder layers read an entry per token, encoder layers one per two, and
+          the entries of the decoder's first owner are computed in both.
 Run:      python -m bench.replay.prefill_cost [--config release] [--out FOLDER] [--json]
 """
 
@@ -76,7 +76,7 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One length of prompt, three ways."""
+    """Costs of one prompt length in three ways."""
 
     tokens: int
     all_madds: int
@@ -155,7 +155,7 @@ def measure(engine: ReferenceEngine, tokens: NDArray[np.uint32], rounds: int) ->
     for way in ways:
         with FlopCounterMode(display=False) as counter:
             way()
-        # The counter counts an addition and a multiplication as two.
+        # The counter counts addition and multiplication separately.
         madds.append(counter.get_total_flops() // 2)
     for _ in range(rounds):
         for way, taken in zip(ways, seconds, strict=True):
@@ -201,7 +201,7 @@ def write_rows(rows: list[Row], window: int) -> None:
 
 
 def draw(rows: list[Row], window: int) -> str:
-    """Return the shares of running all layers over all tokens, as SVG."""
+    """Return the costs as shares of all layers over all tokens, as SVG."""
     curves = {
         "prefill, multiply-adds": [(row, row.prefill_madds / row.all_madds) for row in rows],
         "prefill, seconds": [

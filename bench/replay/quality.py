@@ -1,18 +1,18 @@
 """Loss of rebuilding window KV by bounded replay, on a trained model.
 
 Question: after a hit, how much worse is the next token predicted than by a cold run, for each source of the
-          window: the pool, a replay of 0 to 512 tokens, exact halo replay? What does it cost that the
-          decoder starts at the last rows of the prompt? And what does FP4 cost?
-Method:   held-out text. A context is a hit of H tokens, r more tokens of prompt, and ``SCORED_TOKENS``
-          tokens that follow, given and not sampled. H is even and otherwise anywhere in ``HITS``, r in
-          ``SUFFIXES``: hits are at and between block boundaries of any size, prompts end inside a group of
-          two and at its end. Every way restores the same global entries, those of the cold run. Loss, KL
-          divergence and top-1 agreement are means over the scored tokens; each way is compared with the
-          run that differs from it in one property. 95 % intervals: contexts resampled ``RESAMPLED`` times.
-Bound:    0 bits. Ways that are exact by the law (docs/decisions/0010) must reach it; they run again in
-          binary64, which separates errors from rounding.
+          window: the pool, a replay of 0 to 512 tokens, exact halo replay? What is the cost of a decoder
+          that starts at the last rows of the prompt, and of FP4?
+Method:   held-out text. A context is a hit of H tokens, r more tokens of prompt, and the next
+          ``SCORED_TOKENS`` tokens, given and not sampled. H is any even number in ``HITS``, r is in
+          ``SUFFIXES``: hits are at and between block boundaries, prompts end inside a group of two and at its
+          end. Every way restores the same global entries, those of the cold run. Loss, KL divergence and
+          top-1 agreement are means over the scored tokens; each way is compared with the run that differs
+          from it in one property. 95 % intervals: contexts resampled ``RESAMPLED`` times.
+Bound:    0 bits for ways that are exact (docs/decisions/0010); they run again in binary64, to separate errors
+          from rounding.
 Run:      python -m bench.replay.quality models/deep/model.npz --out FOLDER
-          Contexts that FOLDER has are not measured again.
+          Contexts in FOLDER are not measured again.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ T = TypeVar("T")
 REPLAYED = (0, 16, 32, 64, 128, 256, 512)
 HITS = range(512, 640, 2)
 SUFFIXES = range(1, 65)
-"""Twice the trained models' windows: of the scored tokens some see rows of the hit and some do not."""
+"""Twice the trained models' windows, so that only some scored tokens read rows of the hit."""
 SCORED_TOKENS = 32
 DISTANCES = (1, 5, 9, 17, 33, 65, 97)
-"""Where the ranges of tokens since the hit begin, and the last ends: 64 + 32 are scored at most."""
+"""Boundaries of the ranges of tokens since the hit: at most 64 + 32 are scored."""
 RESAMPLED = 2000
 MILLIBITS = 1000
 LEAST_KL = 1e-3
@@ -67,7 +67,7 @@ class Way:
 
     name: str
     beside: str = "cold"
-    """The way that it is compared with."""
+    """Reference of the comparison."""
     encoder: int | None = None
     """Tokens of the hit that the encoder replays; None: all that a cold run computes."""
     pool: int | None = None
@@ -82,7 +82,7 @@ class Way:
 
 
 def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
-    """Return every way that is measured. Those that others are compared with come before them."""
+    """Return every way that is measured, references first."""
     window = config.sliding_window
     # A row of the encoder's output depends on that many rows below it, through every layer's window.
     halo = config.last_owner * (window - 1)
@@ -93,32 +93,16 @@ def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
             for n in REPLAYED
             if n != window
         ),
-        # What an engine calls a cold run: the decoder starts W tokens before the prompt's end.
+        # A cold run of an engine: the decoder starts W tokens before the prompt's end.
         Way(name="cold", beside="all rows", decoder=window),
         Way(name="pool, W rows", pool=window, decoder=window),
         Way(name="pool, 2W-2 rows", pool=2 * window - 2, decoder=window, is_exact=True),
         *(
-            Way(
-                name=f"encoder replay {n}",
-                encoder=n,
-                decoder=window,
-                is_exact=n >= halo + window,
-            )
+            Way(name=f"encoder replay {n}", encoder=n, decoder=window, is_exact=n >= halo + window)
             for n in REPLAYED
         ),
-        Way(
-            name="halo replay",
-            encoder=halo,
-            is_below_decoder=True,
-            decoder=window,
-            is_exact=True,
-        ),
-        Way(
-            name="as served: both replay W",
-            beside="all rows",
-            encoder=window,
-            decoder=window,
-        ),
+        Way(name="halo replay", encoder=halo, is_below_decoder=True, decoder=window, is_exact=True),
+        Way(name="as served: both replay W", beside="all rows", encoder=window, decoder=window),
         Way(name="BF16, cold", decoder=window, is_bf16=True),
         Way(
             name="BF16, encoder replay W",
@@ -132,11 +116,7 @@ def ways_of(config: ReferenceConfig) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Text with a hit in it.
-
-    Shapes:
-        tokens ``[hit + suffix + SCORED_TOKENS]``.
-    """
+    """Text with a hit. Shapes: tokens ``[hit + suffix + SCORED_TOKENS]``."""
 
     tokens: NDArray[np.uint32]
     hit: int
@@ -156,11 +136,7 @@ class Context:
 def contexts(
     text: NDArray[np.uint8], count: int, suffixes: Sequence[int] = SUFFIXES
 ) -> list[Context]:
-    """Return contexts spread evenly over a text; no two overlap.
-
-    Raises:
-        ValueError: if the text is too short for as many.
-    """
+    """Return disjoint contexts, evenly spread over a text. Raises ``ValueError`` if it is too short."""
     longest = HITS[-1] + max(suffixes) + SCORED_TOKENS
     stride = len(text) // count
     if stride < longest:
@@ -178,11 +154,7 @@ def contexts(
 
 @dataclass(frozen=True)
 class Run:
-    """A sequence that went through the encoder, from some token on.
-
-    Shapes:
-        encoded has the rows of tokens from ``start`` on.
-    """
+    """Encoded sequence; ``encoded`` has the rows of tokens from ``start`` on."""
 
     state: SequenceState
     start: int
@@ -191,11 +163,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of one way for a context.
-
-    Shapes:
-        logits ``[scored, vocab]``.
-    """
+    """Result of one way for a context. Shapes: logits ``[scored, vocab]``."""
 
     state: SequenceState
     logits: Tensor
@@ -235,16 +203,12 @@ class Bench:
         return run
 
     def answers(
-        self,
-        context: Context,
-        ways: Sequence[Way],
-        cold: Run,
-        sources: Mapping[str, SequenceState],
+        self, context: Context, ways: Sequence[Way], cold: Run, sources: Mapping[str, SequenceState]
     ) -> dict[str, Answer]:
         """Return the result of each way for a context; all have entries of one format.
 
-        ``cold`` ran the context's tokens, and maybe more. ``sources`` names the sequence that a way
-        takes the hit's entries and window from, where that is another than the cold run.
+        ``cold`` includes the context's tokens. ``sources`` has the sequences with the hit's entries and window
+        of ways that do not use those of the cold run.
         """
         model = self._models[ways[0].is_bf16]
         warm = [way for way in ways if way.encoder is not None or way.pool is not None]
@@ -268,7 +232,7 @@ class Bench:
                 run.encoded.rows(chunks[-1].start - run.start, chunks[-1].stop - run.start)
             )
         decoded = model.decode(Streams.join(tails), chunks)
-        # The row before a token says what it will be.
+        # The row before a token predicts it.
         scored = [
             decoded.rows(own.stop - context.scored - 1, own.stop - 1) for _, own in rows_of(chunks)
         ]
@@ -322,11 +286,7 @@ class Bench:
 
 
 def score(context: Context, ways: Sequence[Way], logits: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return each way's measures at each scored token, in bits and in tokens.
-
-    Shapes:
-        returns, by way and measure, a number for each scored token.
-    """
+    """Return each way's measures at each scored token, in bits and in tokens."""
     targets = torch.from_numpy(context.tokens[context.prompt :].astype(np.int64))[:, None]
     said = {name: one.double().log_softmax(dim=1) / math.log(2) for name, one in logits.items()}
     found = {}
@@ -373,11 +333,7 @@ def interval(values: NDArray[np.float64]) -> Interval:
 
 
 def interval_where(values: NDArray[np.float64], is_in: NDArray[np.bool_]) -> Interval | None:
-    """Return the mean of contexts' means over the tokens that are in; None if no context has any.
-
-    Shapes:
-        both ``[contexts, SCORED_TOKENS]``.
-    """
+    """Return the mean of contexts' means over selected tokens, ``[contexts, SCORED_TOKENS]``; None without any."""
     counts = is_in.sum(axis=1)
     sums = np.where(is_in, values, 0.0).sum(axis=1)
     return interval(sums[counts > 0] / counts[counts > 0]) if counts.any() else None
@@ -412,7 +368,7 @@ def summarise(ways: Sequence[Way], rows: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def exact_differences(bench: Bench, chosen: Sequence[Context]) -> dict[str, float]:
-    """Return by how much the logits of ways that must be exact differ, at most. In binary64."""
+    """Return the largest difference of the logits of exact ways, in binary64."""
     ways = [way for way in bench.ways if way.is_exact]
     ways += [way for way in bench.ways if way.name in {each.beside for each in ways}]
     most = {way.name: 0.0 for way in ways if way.is_exact}
@@ -444,15 +400,9 @@ def measured(
 
 
 def remembered(
-    measure: Callable[[T], dict[str, Any]],
-    chosen: Sequence[T],
-    keys: Sequence[bytes],
-    stored: Path,
+    measure: Callable[[T], dict[str, Any]], chosen: Sequence[T], keys: Sequence[bytes], stored: Path
 ) -> Iterator[dict[str, Any]]:
-    """Yield the result of ``measure`` for each; earlier results come from a file of JSON lines.
-
-    ``keys`` says all that decides what each gives.
-    """
+    """Yield the result of ``measure`` for each, or an earlier one from a file of JSON lines, by ``keys``."""
     known = {}
     if stored.exists():
         for line in stored.read_text().splitlines():
@@ -516,7 +466,7 @@ def replayed_curves(found: Mapping[str, Any], measure: str, lowest: float) -> li
 
 
 def place(count: int) -> float:
-    """Return where a number of tokens stands on a logarithmic axis: none is left of the least."""
+    """Return the position of a number of tokens on a logarithmic axis; 0 is left of the least."""
     return float(max(REPLAYED[1] // 2, count))
 
 
@@ -573,13 +523,13 @@ def draw(found: Mapping[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Measure one trained model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path, help="what bench.replay.train wrote")
+    parser.add_argument("model", type=Path, help="model.npz of bench.replay.train")
     parser.add_argument("--contexts", type=int, default=512)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.model.is_file():
-        parser.error(f"{options.model} is not there: expected a model.npz of bench.replay.train")
+        parser.error(f"{options.model} does not exist: expected a model.npz of bench.replay.train")
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     _, held_out = read_text()

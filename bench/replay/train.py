@@ -1,12 +1,12 @@
 """Training of a small DeepSeek-V4.1-shaped model on real text.
 
-Question: what does bounded replay cost a *trained* model? This makes the models for that measurement: two
-          depths, as the loss of a shortened window grows with every layer above it.
+Question: what is the cost of bounded replay in a *trained* model? This trains the models of that measurement,
+          of two depths, as the loss of a shortened window grows with every layer above it.
 Method:   bytes as tokens, from the Python files of the standard library; one file in 20, chosen by the
           digest of its name, is held out. The forward pass is that of the reference engine: sparse
           attention from the first step, FP4 entries, top-k and candidates, straight-through rounding in
-          the backward pass. Indexers learn to predict the attention. Every batch follows from the seed and
-          the step, so an interrupted training continues without a difference.
+          the backward pass. Indexers learn to predict the attention. Batches depend on seed and step alone,
+          so an interrupted training continues exactly.
 Bound:    0 bits per byte is perfect, 8 bits is uniform guessing.
 Run:      python -m bench.replay.train --depth deep --out models/deep
           Writes ``log.jsonl``, ``loss.svg`` and, every ``--save`` steps, ``state.npz`` (the complete state)
@@ -39,11 +39,11 @@ from kvstore.reference.state import Chunk, Floors, SequenceState
 from kvstore.reference.weights import Weights, random_weights
 
 HELD_OUT_IN = 20
-"""One file in this many is never trained on."""
+"""One file in this many is held out."""
 INDEXER_SHARE = 0.1
-"""Weight of the indexers' loss. No gradient of theirs reaches anything else, so it sets their rate only."""
+"""Weight of the indexers' loss. Their gradients reach no other parameter, so it only sets their rate."""
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
-"""AdamW and the largest gradient norm, as language models of this family are trained with."""
+"""AdamW and the largest gradient norm, as usual for language models of this family."""
 HELD_OUT_BATCHES = 4
 SMOOTHED_STEPS = 10
 """Steps per point of the curve: a batch of few sequences is noisy."""
@@ -126,11 +126,7 @@ def read_text() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 def batch_of(
     text: NDArray[np.uint8], schedule: Schedule, stream: int, step: int
 ) -> NDArray[np.uint32]:
-    """Return the sequences of a step, the same whenever it is asked for.
-
-    Shapes:
-        returns ``[batch, tokens + 1]``: the last token is only predicted.
-    """
+    """Return the sequences of a step, ``[batch, tokens + 1]``: the last token is only predicted."""
     rng = np.random.default_rng([schedule.seed, stream, step])
     starts = rng.integers(0, len(text) - schedule.tokens - 1, schedule.batch)
     tokens: NDArray[np.uint32] = text[starts[:, None] + np.arange(schedule.tokens + 1)].astype("u4")
@@ -192,7 +188,7 @@ class Trainee:
         return loss.item(), indexers.item()
 
     def save_state(self, path: Path, step: int, schedule: Schedule) -> None:
-        """Write all that the next step depends on."""
+        """Write the complete state."""
         arrays = {"schedule": np.array(json.dumps(asdict(schedule))), "step": np.array(step)}
         for name, tensor in self.tensors.items():
             arrays[name] = tensor.detach().numpy()
@@ -201,11 +197,7 @@ class Trainee:
         write_arrays(path, arrays)
 
     def load_state(self, path: Path, schedule: Schedule) -> int:
-        """Restore a state; return the next step.
-
-        Raises:
-            ValueError: if it belongs to another schedule.
-        """
+        """Restore a state; return the next step. Raises ``ValueError`` for another schedule."""
         with np.load(path, allow_pickle=False) as stored:
             found = json.loads(str(stored["schedule"]))
             if found != asdict(schedule):
@@ -222,7 +214,7 @@ class Trainee:
             return int(stored["step"])
 
     def save_model(self, path: Path, schedule: Schedule, step: int) -> None:
-        """Write the tensors as float16, with the config and how they came to be."""
+        """Write the tensors as float16, with the config and the training options."""
         facts = {"config": asdict(self.config), "schedule": asdict(schedule), "step": step}
         arrays = {"facts": np.array(json.dumps(facts))}
         for name, tensor in self.tensors.items():
@@ -255,7 +247,7 @@ def write_arrays(path: Path, arrays: dict[str, NDArray[np.generic]]) -> None:
 
 
 def held_out_bits(trainee: Trainee, text: NDArray[np.uint8], schedule: Schedule) -> float:
-    """Return bits per byte of text that was never trained on, over the same batches each time."""
+    """Return bits per byte of held-out text, over fixed batches."""
     with torch.no_grad():
         losses = [
             float(trainee.loss(batch_of(text, schedule, 1, number), None))
@@ -298,7 +290,7 @@ def train(schedule: Schedule, out: Path, save: int, stop: int) -> None:
     log: list[dict[str, float]] = []
     if state_path.exists():
         step = trainee.load_state(state_path, schedule)
-        # What was logged after the last save is about to happen again.
+        # Steps after the last save are repeated.
         log = [json.loads(line) for line in log_path.read_text().splitlines()]
         log = [row for row in log if row["step"] <= step]
     numbers = sum(tensor.numel() for tensor in trainee.tensors.values())

@@ -23,9 +23,9 @@ class Block:
 
 
 class LeafFirst:
-    """A cache of single blocks: of those without a cached child the lowest rank goes, deepest first.
+    """Cache of single blocks: evicts the lowest rank of the blocks without a cached child, deepest first.
 
-    The specification word for word: no segments, no policies, every block touched by itself.
+    It implements the specification literally, without segments and policies.
     """
 
     def __init__(self, rank: Callable[[Block], Any], capacity: int) -> None:
@@ -78,7 +78,7 @@ class LeafFirst:
 
 
 def leaf_first(trace: Trace, rank: Callable[[Block], Any], capacity: int) -> int:
-    """Return how many blocks of a trace hit, in leading runs."""
+    """Return the blocks of a trace that hit, in leading runs."""
     cache = LeafFirst(rank, capacity)
     paths = pairwise(trace.offsets.tolist())
     return sum(

@@ -1,11 +1,11 @@
-"""Accuracy and CPU time of the simulator beside other simulators.
+"""Accuracy and CPU time of the simulator relative to other simulators.
 
-Question: does it give the ratios of other tools and of the definitions, and at what cost?
+Question: are its ratios those of other tools and of the definitions, and at what cost?
 Method:   the same traces in libCacheSim and kvcache-simulator, if installed in the interpreter of
           --peers; CPU seconds of one process, with parsing only on our side. libCacheSim has
           hashpower=18: its default of 24 is several times slower.
 Bound:    a limit per figure: accuracy in shares of all blocks, cost as a ratio to the peer of the same
-          run. Values that must agree exactly have the limit 0.
+          run. The limit of values that must agree exactly is 0.
 Run:      python -m bench.simulate --traces FOLDER [--peers PYTHON] [--only A6,P1] [--json]
           FOLDER has mooncake_conversation.jsonl.zst, weka_claude_code_48.jsonl.zst and others; P4 needs
           a trace of 81 million references, and its own process for its peak memory.
@@ -48,7 +48,7 @@ SPEED = {
     "lru": "LRU", "fifo": "FIFO", "sieve": "Sieve", "s3fifo": "S3FIFO", "arc": "ARC", "lfu": "LFU",
     "2q": "TwoQ", "gdsf": "GDSF", "slru": "SLRU", OPTIMAL: "Belady",
 }  # fmt: skip
-"""Our policies and libCacheSim's classes of the same name, the ten of the speed bars."""
+"""Our policies and libCacheSim's classes of the same name, for the speed limits."""
 PEERS = SPEED | {"clock": "Clock"}
 SIZES = ("1%", "5%", "10%", "25%", "50%", "100%")
 CALIBRATION = {
@@ -59,7 +59,7 @@ CALIBRATION = {
 }
 """Prefix hit ratios of a block-by-block simulation in C, leaf-first, whole trace from cold."""
 ROUNDED = 5e-5
-"""They are given to four digits."""
+"""Their precision is four digits."""
 SIX_DIGITS = 5e-7
 CONVERSATION, WEKA = "mooncake_conversation", "weka_claude_code_48"
 SMALL = (
@@ -69,10 +69,10 @@ SMALL = (
     "lmcache_magagent_bytes64",
     "lmcache_taubench_bytes64",
 )
-"""Traces that a loop over blocks in Python can do; the one of Weka has five million."""
+"""Traces for a loop over blocks in Python; the one of Weka is too long, with five million."""
 LARGE = "weka_claude_code_all"
 BUDGETS = {CONVERSATION: "16,64,128,512,2048", WEKA: "4,8,16,32,64,96,128,192"}
-"""GiB of the rival's model glm-5.2; a block of 512 tokens takes 46.5 MiB."""
+"""GiB of the peer's model glm-5.2; a block of 512 tokens is 46.5 MiB."""
 
 # Runs in the peers' interpreter: a file of int64 ids and of paths' ends, and what to do with them.
 PEER = r"""
@@ -187,7 +187,7 @@ Bars = Iterator[Bar]
 
 
 class Bench:
-    """The traces, read once, and where the peers are."""
+    """Traces, each read once, and the interpreter of the peers."""
 
     def __init__(self, folder: Path, python: Path | None) -> None:
         self.folder = folder
@@ -250,9 +250,6 @@ def worst(differences: Iterable[float]) -> float:
     return float(max(differences, key=abs))
 
 
-# ---- accuracy ----------------------------------------------------------------------------------
-
-
 def points(bench: Bench, bar: str, wanted: str) -> Bars:
     for (name, policy), expected in CALIBRATION.items():
         if policy == wanted:
@@ -291,7 +288,7 @@ def a1(bench: Bench) -> Bars:
 
 
 def a2(bench: Bench) -> Bars:
-    """An infinite cache: every block requested before hits."""
+    """Infinite cache: every block that was requested before hits."""
     for name in (*SMALL, WEKA):
         trace = bench.trace(name)
         seen = np.zeros(trace.distinct_blocks, np.bool_)
@@ -362,7 +359,7 @@ def a6(bench: Bench) -> Bars:
 
 
 def a7(bench: Bench) -> Bars:
-    """The optimum: the bound it should be, and no policy above it."""
+    """Optimum: its expected value, and no policy above it."""
     yield from points(bench, "A7", OPTIMAL)
     yield from against_rival(bench, "A7", OPTIMAL)
     for name in (*SMALL, WEKA):
@@ -396,9 +393,9 @@ def against_reverse(bench: Bench, bar: str, names: Sequence[str], limit: float) 
 
 
 def a7b(bench: Bench) -> Bars:
-    """Policies on prefixes beside flat ones that see the last block of a request first.
+    """Policies on prefixes and flat policies that use the last block of a request first.
 
-    The peer may evict a first block and strand its children; the simulator never does. So it hits more.
+    The simulator hits more, because the peer may evict a first block before its children.
     """
     if bench.python is not None:
         names = ("arc", "clock", "s3fifo", "gdsf", "2q")
@@ -406,7 +403,7 @@ def a7b(bench: Bench) -> Bars:
 
 
 def a8(bench: Bench) -> Bars:
-    """A larger cache never hits less."""
+    """Hits never decrease with the size."""
     for name in (*SMALL, WEKA):
         simulation = bench.simulation(name)
         sizes = sizes_of(simulation.trace, SPEED_SIZES)
@@ -426,9 +423,6 @@ def a9(bench: Bench) -> Bars:
             for size in sizes_of(simulation.trace, SPEED_SIZES)
         )
         yield Bar("A9", f"sizes at which the curve is off, {name}", differs, 0)
-
-
-# ---- speed -------------------------------------------------------------------------------------
 
 
 def ten_policies(bench: Bench, name: str) -> tuple[float, float, float, dict[str, float]]:
@@ -501,7 +495,7 @@ def large(folder: Path) -> None:
 
 
 def p5(bench: Bench) -> Bars:
-    """Three policies at eight budgets, wall time from the file on, the rival's compiler warm."""
+    """Three policies at eight budgets, wall time with reading, the peer's compiler warm."""
     if bench.python is not None:
         _, ratio = bench.rival(WEKA)
         yield Bar("P5", f"three policies beside kvcache-simulator, {WEKA}", ratio, 0.5)

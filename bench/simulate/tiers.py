@@ -1,6 +1,6 @@
 """Cost of simulated tiers and windows, and accuracy of window TTLs.
 
-Question: how many CPU seconds do three tiers take, and how many turns does a TTL keep from replay?
+Question: how many CPU seconds do three tiers take, and how many replays does a TTL avoid?
 Method:   one process, CPU seconds of the simulation alone, tiers of 1, 5 and 20 % of the distinct blocks;
           windows of 128 tokens without a budget, relative to an infinite TTL.
 Bound:    shares of the gaps between calls of the same sessions, and of reuse weighted by tokens, as

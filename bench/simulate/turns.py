@@ -1,12 +1,12 @@
 """Window KV as a share of persisted bytes, at the turn lengths of recorded traffic.
 
-Question: DeepSeek-V4.1 persists a quarter of V4's global KV and no window KV, "an eighth" in all. A store
-          that keeps windows writes two snapshots per turn of any length. Which traffic gives 7/8, and what
+Question: DeepSeek-V4.1 persists a quarter of V4's global KV and no window KV, "an eighth" in all. A store of
+          windows writes two snapshots per turn of any length. At which traffic are 7/8 saved, and how much
           would windows add to V4.1?
-Method:   a turn is one request. Its new tokens are those of blocks that no earlier prompt had: an answer
-          counts in the prompt that contains it. In a trace of lengths only, reuse is unknown, so prompt
-          and answer are new. A request without new tokens is no turn: its snapshots exist. Bytes are
-          those of ``kvstore footprint``.
+Method:   a turn is one request. Its new tokens are those of blocks in no earlier prompt; an answer counts in
+          the prompt that contains it. In a trace of lengths only, reuse is unknown, so prompt and answer are
+          new. A request without new tokens is no turn: its snapshots exist. Bytes are those of ``kvstore
+          footprint``.
 Bound:    the saving depends only on the mean of new tokens per turn.
 Run:      python -m bench.simulate.turns FOLDER [--json]
 """
@@ -42,7 +42,7 @@ class Row:
     median: float
     p90: float
     short_share: float
-    """Share of turns of no more than the mean that gives 7/8."""
+    """Share of turns up to the mean length at which 7/8 are saved."""
     without: float
     with_windows: float
     before: float
@@ -55,15 +55,15 @@ class Row:
 
 
 def new_tokens(trace: Trace) -> Ints:
-    """Return the tokens that each request is the first to bring. Shapes: ``[requests]``."""
+    """Return the new tokens of each request, ``[requests]``."""
     if not trace.references:
         return trace.input_tokens + trace.output_tokens
     request = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
     first_use = np.empty(trace.distinct_blocks, np.int64)
-    # The last to be written stays: from the end, that is the first use.
+    # Assigned from the end, so that the first use remains.
     first_use[trace.blocks[::-1]] = request[::-1]
     counts: Ints = np.bincount(first_use, minlength=len(trace)) * trace.block_tokens
-    # The last block of a prompt may be a part of one.
+    # The last block of a prompt may be partial.
     return np.minimum(counts, trace.input_tokens)
 
 
@@ -88,7 +88,7 @@ def measure(path: Path, longest: float) -> Row:
 
 
 def mixes(rows: list[Row], longest: float) -> list[tuple[str, str, float]]:
-    """Return pairs of traces, and the share of the first one's turns at which both give 7/8."""
+    """Return pairs of traces, and the share of the first one's turns at which 7/8 are saved."""
     ordered = sorted(rows, key=lambda row: row.mean)
     return [
         (short.trace, long.trace, (long.mean - longest) / (long.mean - short.mean))
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     paths = [path for path in sorted(options.traces.iterdir()) if path.suffix in (".zst", ".gz")]
-    # Archives of raw logs hold sessions that the other files have as well.
+    # Archives of raw logs repeat sessions of the other files.
     paths = [path for path in paths if ".tar" not in path.suffixes]
     if not paths:
         parser.error(f"{options.traces} has no traces: expected .zst or .gz files")

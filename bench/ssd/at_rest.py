@@ -2,14 +2,14 @@
 
 Question: how many bytes does zstd save of bfloat16 keys and values split into byte planes, and how fast is
           it, relative to other splits, to zstd alone, to NVFP4, and to memcpy?
-Method:   SmolLM2-135M-Instruct on text that ships with CPython (bench/codec/quality.py); its keys and values,
-          computed in float32 and rounded to bfloat16, in blocks of 128 tokens. "split" rows compress one
-          group of a block, all layers in one call; the NumPy time of the split is in their speeds. "frame"
-          rows convert entries to a frame and back, with all checksums, as a store does. Speeds are bytes
-          of bfloat16 per second of the thread's CPU time, so that other load counts less; medians over
-          blocks and rounds. Ratios are medians of pairs with a memcpy of as many bytes.
+Method:   SmolLM2-135M-Instruct on texts of CPython (bench/codec/quality.py); its keys and values, computed in
+          float32 and rounded to bfloat16, in blocks of 128 tokens. "split" rows compress one group of a
+          block, all layers in one call, including the NumPy time of the split. "frame" rows convert entries
+          to a frame and back, with all checksums, as a store does. Speeds are bytes of bfloat16 per second
+          of the thread's CPU time, to reduce the effect of other load; medians over blocks and rounds.
+          Ratios are medians of pairs with a memcpy of as many bytes.
 Peers:    zstd of the unsplit bytes; NVFP4 of the same block, which is lossy; the uncompressed frame.
-Bound:    memcpy. Lossless results are compared with their source first, else exit 1.
+Bound:    memcpy. Lossless results must equal their source, else exit 1.
 Run:      python -m bench.ssd.at_rest [--blocks 8] [--rounds 5] [--json]
           Takes a minute or two.
 """
@@ -54,7 +54,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to keep a block, on keys, values or both."""
+    """One way to store keys, values or both of a block."""
 
     section: str
     what: str
@@ -76,9 +76,6 @@ class Layers:
     least: float
     middle: float
     most: float
-
-
-# ---- splits --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +107,12 @@ def across(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def by_channel(numbers: Numbers) -> Numbers:
-    """Put a channel's numbers of consecutive tokens side by side."""
+    """Transpose, so that a channel's numbers of consecutive tokens are adjacent."""
     return numbers.transpose(0, 2, 1)
 
 
 def differences(numbers: Numbers) -> Numbers:
-    """Return the numbers' bits less those of their neighbours on the last axis."""
+    """Return differences of bits along the last axis."""
     found = numbers.copy()
     found[..., 1:] -= numbers[..., :-1]
     return found
@@ -160,7 +157,7 @@ Blocks = Sequence[Mapping[str, Bytes]]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the processor time that a call took in this thread."""
+    """Return the processor time of a call in this thread."""
     began = time.thread_time()
     work()
     return time.thread_time() - began
@@ -223,12 +220,10 @@ def split_row(
     for block, source in enumerate(numbers):
         write(block)
         if not np.array_equal(read(block), source):
-            sys.exit(f"{split.name}, {packer[0]}: other numbers came back: a bug of this bench")
+            sys.exit(f"{split.name}, {packer[0]}: other numbers returned: a bug of this benchmark")
     what = f"{split.name}: {packer[0]}"
     return measured(("split", what, name), write, read, [block[name] for block in blocks], rounds)
 
-
-# ---- frames --------------------------------------------------------------------------------------
 
 FORMS: Mapping[str, Mapping[str, str]] = {
     "as it is": {},
@@ -244,7 +239,7 @@ FORMS: Mapping[str, Mapping[str, str]] = {
 def frame_row(
     name: str, formats: Mapping[str, str], layout: Layout, blocks: Blocks, rounds: int
 ) -> Row:
-    """Measure blocks on their way to a frame and back."""
+    """Measure conversion of blocks to frames and back."""
     frames: Frames = frames_of(layout, BLOCK, Packing(formats) if formats else None)
     header = Header(
         block_tokens=BLOCK,
@@ -270,19 +265,16 @@ def frame_row(
         form = frames.form_of(frame)
         fault = form.head_fault(frame, header.block_hash, header.parent_hash, tokens)
         if fault or frames.scatter(frame, target, 0):
-            sys.exit(f"{name}: a frame that was just made is bad: a bug of kvstore")
+            sys.exit(f"{name}: a new frame is invalid: a bug of kvstore")
 
     for block, entries in enumerate(blocks):
         write(block)
         read(block)
         for group, array in entries.items():
             if formats.get(group, "zstd") == "zstd" and not np.array_equal(array, room[group]):
-                sys.exit(f"{name}: other {group} came back than were stored: a bug of kvstore")
+                sys.exit(f"{name}: other {group} returned than stored: a bug of kvstore")
     sources = [np.concatenate([array.ravel() for array in block.values()]) for block in blocks]
     return measured(("frame", name, "k+v"), write, read, sources, rounds)
-
-
-# ---- the model -----------------------------------------------------------------------------------
 
 
 def real_blocks(count: int) -> tuple[Layout, Blocks]:

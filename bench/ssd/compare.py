@@ -1,4 +1,4 @@
-"""Peers of the SSD tier, measured with the same blocks, batches, syncs and checks."""
+"""Peers of the SSD tier, with the same blocks, batches, syncs and checks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH_BLOCKS = 64
 """Blocks that become durable together. Source: COMMIT_BLOCKS of the tier."""
 ROUNDS = 3
-"""Most rounds: each writes and reads every store once, and the samples of all rounds count."""
+"""Most rounds, each with one write and read of every store; the samples of all rounds count."""
 PHASES = {"store": "durable store", "warm": "warm load", "cold": "cold load"}
 
 
-class MissingPeer(Exception):  # noqa: N818 - a fact to report, not a fault
-    """A Python cannot import a peer; the text names the module."""
+class MissingPeer(Exception):  # noqa: N818 - reported, not an error
+    """A peer whose module, named in the text, cannot be imported."""
 
 
 class Contender:
-    """A peer in a process of its own."""
+    """Peer in its own process."""
 
     def __init__(self, name: str, python: Path, log: Path) -> None:
         # The peer's Python need not have kvstore installed: it finds this checkout.
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.name = name
         self._log = log
-        with log.open("w", encoding="utf-8") as said:
+        with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
                 [str(python), "-m", "bench.ssd.peers", name],
                 cwd=ROOT,
@@ -46,15 +46,15 @@ class Contender:
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=output,
             )
 
     def do(self, job: str, **fields: Any) -> dict[str, Any]:
-        """Let the peer do a job and return its answer.
+        """Run a job in the peer and return its result.
 
         Raises:
             MissingPeer: if its Python cannot import it.
-            RuntimeError: with the end of what it said, if it failed.
+            RuntimeError: with the end of its output, if it failed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -65,8 +65,8 @@ class Contender:
         except BrokenPipeError:
             line = ""
         if not line:
-            said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-            raise RuntimeError(f"{self.name} failed at {job}:\n" + "\n".join(said[-15:]))
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise RuntimeError(f"{self.name} failed at {job}:\n" + "\n".join(lines[-15:]))
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
             raise MissingPeer(answer["missing"])
@@ -126,7 +126,7 @@ def compare(
     how = ""
     try:
         for number in range(rounds):
-            # Another peer comes first in each round, and none always after the same other one.
+            # The order of the peers changes with the round, first and neighbours included.
             turned = [*names[number % len(names) :], *names[: number % len(names)]]
             order = turned[:: -1 if number % 2 else 1]
             how = _round(number, order, peers, samples, (blocks, block_bytes), folder) or how
@@ -165,9 +165,9 @@ def _round(
     rng = np.random.default_rng(number)
     runs, singles = chosen(blocks, 1.0, rng)
     for name in present:
-        peers[name].do("release")  # from files, not from what a store still has in memory to write
+        peers[name].do("release")  # reads from files, not from unwritten memory
         peers[name].do("acquire")
-        peers[name].do("load", runs=[*runs, *singles])  # once unmeasured: into the page cache
+        peers[name].do("load", runs=[*runs, *singles])  # warms the page cache
         _load(peers[name], samples[name], "warm", runs, singles)
     runs, singles = chosen(blocks, COLD_SHARE, rng)
     for name in present:
@@ -178,7 +178,7 @@ def _round(
         samples[name].disk_bytes = peers[name].do("close")["disk_bytes"]
     for place in places.values():
         shutil.rmtree(place, ignore_errors=True)
-    os.sync()  # nobody's first batch of the next round pays for it
+    os.sync()  # not in the first batch of the next round
     return how
 
 
@@ -198,8 +198,7 @@ def chosen(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Choose at most a share of the blocks: half as whole runs in random order, half one by one.
 
-    Single blocks come from all over the store. None is in a run, so that neither finds what the
-    other has brought into memory.
+    Single blocks are spread over the store and in no run, so neither half warms the other.
     """
     run = min(RUN_BLOCKS, max(1, blocks // 2))
     half = max(1, int(share * blocks / run / 2))
@@ -222,13 +221,13 @@ def _row(name: str, found: Samples, blocks: int, block_bytes: int) -> PeerRow:
             p99_us={},
             bytes_per_token=0.0,
         )
-    # The last batch may be smaller, so a batch has as many bytes as they have on average.
+    # Average bytes per batch, as the last batch may be smaller.
     batch = blocks / -(-blocks // BATCH_BLOCKS)
     run = min(RUN_BLOCKS, max(1, blocks // 2))
     calls = {"store": (found.batches, batch * block_bytes)}
     calls |= {phase: (seconds, run * block_bytes) for phase, seconds in found.runs.items()}
     single = {"store": found.batches, **found.singles}
-    # Whole sums, not medians of calls: what is put off to a later call counts as well.
+    # Sums, not medians of calls, include work that is deferred to a later call.
     means = {phase: size * len(s) / sum(s) / 1e9 for phase, (s, size) in calls.items()}
     quarters = {
         phase: [size / s / 1e9 for s in percentiles(seconds, (75, 25))]
@@ -247,14 +246,11 @@ def _row(name: str, found: Samples, blocks: int, block_bytes: int) -> PeerRow:
 
 
 def percentiles(values: Sequence[float], wanted: Sequence[int]) -> list[float]:
-    """Return percentiles of values, those between two of them interpolated."""
+    """Return interpolated percentiles of values."""
     if len(values) == 1:
         return [values[0]] * len(wanted)
     cuts = quantiles(values, n=100, method="inclusive")
     return [cuts[percent - 1] for percent in wanted]
-
-
-# ---- for people ------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[PeerRow]) -> list[str]:

@@ -1,7 +1,6 @@
 """kvstore's SSD tier as a store of flat blocks, without prompts and an index.
 
-Blocks are the chain of one long prompt, in the order of their numbers, as a tier is used; their token ids
-are all zero.
+Blocks are the chain of one long prompt, in the order of their numbers, with token ids of zero.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def flat_layout(block_bytes: int) -> Layout:
 
 
 class FlatTier:
-    """Blocks by key in a tier; head and payload are checked on the way out, in one pass."""
+    """Blocks by key in a tier; reads verify head and payload in one pass."""
 
     def __init__(self, folder: Path, block_bytes: int, capacity: int) -> None:
         layout = flat_layout(block_bytes)
@@ -75,10 +74,7 @@ class FlatTier:
         return Put(BlockKey(key), record, frame)
 
     def get(self, keys: Sequence[bytes], out: Block) -> None:
-        """Copy verified blocks into the rows of ``out``. Raises if one is missing or bad.
-
-        The tier reads blocks that follow each other together, as it does those of a prompt.
-        """
+        """Copy verified blocks into the rows of ``out``, consecutive ones together. Raises for bad ones."""
         places = contiguous(self._form, out)
         numbers = [number_of(key) for key in keys]
         first = numbers[0]
@@ -104,10 +100,10 @@ class FlatTier:
             raise RuntimeError(f"block {result.count} of {len(keys)} is {result.fault}")
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._tier.close()
 
 
 def _hash_of(number: int) -> BlockHash:
-    """Return a substitute for a block's hash: its key and zeros; all zero above the first block."""
+    """Return a substitute for a block's hash: its key and zeros; only zeros before the first block."""
     return BlockHash(key_of(number).ljust(32, b"\0") if number >= 0 else bytes(32))

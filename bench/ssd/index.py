@@ -1,4 +1,4 @@
-"""Index sections of ``python -m bench.ssd``: look-up of a long prefix, opening a large store, memory."""
+"""Index sections of ``python -m bench.ssd``: lookup of a long prefix, opening a large store, memory."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ LOOKUP_BAR_MS, STDLIB_BAR_MS = 5.0, 12.0
 OPEN_BLOCKS = 1_000_000
 OPEN_BAR_SECONDS = 2.0
 OPENINGS = 3
-"""Most openings of each kind: one takes seconds, and they differ little."""
+"""Most openings of each kind: one takes seconds, with little variation."""
 INDEX_BAR_BYTES = 40.0
 TREE = Path(__file__).parents[1] / "data" / "weka_48_segments.json"
 """Prefix tree of a public trace, without its tokens; ``source`` names the trace."""
 CAPACITY = 64 << 30
 """Capacity below which nothing is evicted; the file is as large as its contents."""
 _RECORDS = 50_000
-"""Records of one transaction while a store is made up."""
+"""Records per transaction of a synthetic store."""
 _WINDOW = 1 << 27
 """Traces are compressed with a window of 128 MiB."""
 
@@ -52,25 +52,22 @@ Tree = Sequence[tuple[int, int]]
 
 
 def one_byte_layout() -> Layout:
-    """Return the smallest layout: look-up and opening do not depend on the payload."""
+    """Return the smallest layout: lookup and opening do not depend on the payload."""
     group = LayerGroup(name="b", layers=(0,), values=1, entry_format="u8")
     return Layout(model="one byte a token", groups=(group,))
 
 
-# ---- looking up -----------------------------------------------------------------------------------
-
-
 def lookup(blocks: int, folder: Path, rounds: int, advance: Advance) -> list[Row]:
-    """Return how long a stored prefix takes to find, and the parts of that, all in turn."""
+    """Return the times of a lookup and of its parts, interleaved."""
     layout = one_byte_layout()
-    # A look-up leaves a token to compute.
+    # The last token is always computed.
     tokens = (
         np.random.default_rng(1).integers(0, 1 << 17, blocks * BLOCK_TOKENS + 1).astype(np.uint32)
     )
     with scratch(folder, "lookup") as place, open_cache(place, layout, 1 << 30) as cache:
         cache.store(tokens, {"b": np.zeros((1, len(tokens), 1), np.uint8)}, wait=60)
         cache.flush()
-        root = cache._chains.root  # noqa: SLF001 - the parts of a look-up, one by one
+        root = cache._chains.root  # noqa: SLF001 - for the parts of a lookup
         owned = cache._shared.writer  # noqa: SLF001
         assert owned is not None
         index, wide = owned.index, tokens.astype(np.int64)
@@ -152,15 +149,11 @@ def stdlib_hashes(root: BlockHash, tokens: NDArray[np.uint32]) -> list[BlockHash
     return found
 
 
-# ---- opening --------------------------------------------------------------------------------------
-
-
 def opening(blocks: int, tree: Tree, folder: Path, rounds: int, advance: Advance) -> list[Row]:
-    """Return how long a store of that many blocks takes to open: its metadata are made up.
+    """Return the opening times of a store of that many blocks, with synthetic metadata.
 
-    Opening reads records alone, so there are no payloads; the prefixes are those of ``tree``, again
-    and again. Beside it stands what LMDB takes to show all records, one by one, to a loop that does
-    nothing.
+    Opening reads records alone, so there are no payloads; prefixes repeat ``tree``. The reference is an
+    empty loop over all records with LMDB's cursor.
     """
     layout = one_byte_layout()
     opened: dict[str, list[float]] = {"page cache warm": [], "": []}
@@ -249,7 +242,7 @@ def made_up_records(
                 return
             done += 1
             above, key = key, BlockKey(rng.bytes(KEY_BYTES))
-            # Sequences start behind that of the block which made the store.
+            # Sequences start after that of the first block of the store.
             yield (
                 key,
                 Record(
@@ -260,16 +253,13 @@ def made_up_records(
         ends.append((key, number))
 
 
-# ---- memory ---------------------------------------------------------------------------------------
-
-
 def memory(tree: Tree, name: str) -> list[Row]:
-    """Return the bytes that the index takes a block: as in a trace, and where every block forks.
+    """Return the index's bytes per block: for a trace, and for forks at every block.
 
-    No clock: Python's allocations are counted, so the figures are the same on every machine.
+    Python's allocations are counted, so the figures do not depend on the machine.
     """
     blocks = sum(count for _, count in tree)
-    # One chain in which each block is the end of a request: each segment has a child.
+    # One chain in which a request ends at each block: each segment has a child.
     ones = [(at - 1, 1) for at in range(blocks)]
     return [
         Row(
@@ -311,9 +301,6 @@ def index_of(tree: Tree) -> PrefixIndex:
     return index
 
 
-# ---- traces ---------------------------------------------------------------------------------------
-
-
 def read_tree(path: Path) -> Tree:
     """Return the segments that ``write_tree`` wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -323,7 +310,7 @@ def read_tree(path: Path) -> Tree:
 def trace_tree(path: Path) -> Tree:
     """Return the segments of a trace: JSON lines with ``hash_ids``, plain or ``.zst``.
 
-    Equal ids must mean equal prefixes, as in the traces of Mooncake and of Weka.
+    Equal ids must be equal prefixes, as in the traces of Mooncake and Weka.
     """
     with ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(path.open("rb"))
@@ -335,7 +322,7 @@ def trace_tree(path: Path) -> Tree:
 
 
 def tree_of(requests: Iterable[Sequence[int]]) -> Tree:
-    """Return the segments that requests leave: cut at every fork, and where a request ended."""
+    """Return the segments of requests, split at every fork and request end."""
     index = PrefixIndex(Lru[Segment]())
     for now, ids in enumerate(requests, 1):
         keys = np.zeros((len(ids), KEY_BYTES // 4), "<u4")

@@ -1,8 +1,7 @@
 """Block stores by key, each in its own process with the same work, for ``bench.ssd.suite``.
 
-``python -m bench.ssd.peers NAME`` runs in a Python that can import the peer. It reads one job per line as
-JSON from stdin and answers each with a line of JSON on stdout. It needs NumPy and xxhash, and kvstore only
-for kvstore's own rows.
+``python -m bench.ssd.peers NAME`` runs in a Python that can import the peer. Jobs and results are lines of
+JSON on stdin and stdout. It needs NumPy and xxhash, and kvstore only for kvstore's own rows.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from bench.ssd.keys import key_of, number_of
 
 Block = NDArray[np.uint8]
 POOL_BLOCKS = 256
-"""Different blocks; later ones are the same again under new keys. None of these stores looks for that."""
+"""Different blocks; later ones repeat them under new keys. None of these stores deduplicates."""
 WAIT_SECONDS = 60.0
 SLACK = 4
 """Capacity as a multiple of the stored bytes, so that nothing is evicted."""
 SQLITE_PAGE_BYTES = 16_384
-"""Seven pages hold a block of 113,920 bytes with 1 % to spare; 64 KiB pages would waste 15 %."""
+"""Seven pages are 1 % larger than a block of 113,920 bytes; 64 KiB pages would waste 15 %."""
 SQLITE_MAPPED_BYTES = 2**31 - 65_536
-"""The most that SQLite maps as it is usually built. Source: SQLITE_MAX_MMAP_SIZE."""
+"""Largest map of the usual builds of SQLite. Source: SQLITE_MAX_MMAP_SIZE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Peer(ABC):
     sync = ""
     """How a batch becomes durable."""
     verifies = False
-    """Whether ``get`` itself checks an xxh3_64 of the payload; else the bench does, in the same time."""
+    """Whether ``get`` checks an xxh3_64 of the payload; if not, the benchmark does, within the measured time."""
     reopens = True
     """Whether a new process finds stored blocks."""
 
@@ -78,8 +77,8 @@ class Peer(ABC):
     def get(self, keys: Sequence[bytes], out: Block) -> None:
         """Copy blocks into the rows of ``out``. Raises if one is missing."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of the files."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Close the files."""
 
 
 def sync_files(folder: Path) -> None:
@@ -92,11 +91,8 @@ def sync_files(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- the peers ------------------------------------------------------------------------------------
-
-
 class RawFile(Peer):
-    """One file without an index: the least that a store has to do."""
+    """One file without an index: the least work of a store."""
 
     sync = "fdatasync"
 
@@ -122,7 +118,7 @@ class RawFile(Peer):
 
 
 class FilePerBlock(Peer):
-    """A file per block, complete before it has its name."""
+    """A file per block, renamed when it is complete."""
 
     sync = "syncfs"
     suffix = ".bin"
@@ -245,7 +241,7 @@ class RocksDb(Peer):
 
 
 class LMCache(Peer):
-    """LMCache's local disk backend, with the staging memory that it allocates by itself."""
+    """LMCache's local disk backend, with its own staging memory."""
 
     module, pip = "lmcache", "pip install lmcache"
     sync = "syncfs by the bench: it never syncs"
@@ -425,9 +421,6 @@ PEERS: Mapping[str, type[Peer]] = {
 }
 
 
-# ---- the work -------------------------------------------------------------------------------------
-
-
 def capacity_of(shape: Shape) -> int:
     """Return a cap that is never reached, and large enough for the largest commits."""
     return max(1 << 30, SLACK * shape.blocks * shape.block_bytes)
@@ -479,9 +472,9 @@ class Worker:
         return {"seconds": found}
 
     def load(self, runs: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Get runs of blocks; return the seconds of each, in which all of it was verified."""
+        """Get runs of blocks; return the seconds of each, verification included."""
         shape, peer = self._open()
-        # Ones, because zeros would get their pages from the system only while they are filled.
+        # Ones: the system allocates the pages of zeros only when they are written.
         out = np.ones((max(map(len, runs)), shape.block_bytes), np.uint8)
         found = []
         for numbers in runs:
@@ -491,17 +484,17 @@ class Worker:
             if not peer.verifies:
                 self._checked(rows, numbers)
             found.append(time.perf_counter() - began)
-            self._checked(rows, numbers)  # once more: nobody is believed here
+            self._checked(rows, numbers)  # also for peers that verify themselves
         return {"seconds": found}
 
     def _checked(self, blocks: Sequence[Block] | Block, numbers: Sequence[int]) -> None:
-        """Compare checksums, as kvstore does itself, so that no peer gains by omitting them."""
+        """Compare checksums, as kvstore does, so that no peer is faster for the lack of them."""
         for block, number in zip(blocks, numbers, strict=True):
             if xxhash.xxh3_64_intdigest(block.data) != self._sums[number % len(self._pool)]:
-                raise RuntimeError(f"block {number} came back with another checksum")
+                raise RuntimeError(f"block {number} was returned with another checksum")
 
     def release(self) -> dict[str, Any]:
-        """Let go of the store's files, where they can be found again."""
+        """Close the store's files if it can be reopened."""
         _, peer = self._open()
         if peer.reopens:
             peer.close()
@@ -529,9 +522,9 @@ class Worker:
 
 
 def main() -> None:
-    """Do jobs until stdin ends."""
+    """Run jobs until stdin ends."""
     worker = Worker(PEERS[sys.argv[1]])
-    # What a peer prints must not pass for an answer.
+    # Keeps a peer's output out of the results.
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         job = cast("dict[str, Any]", json.loads(line))

@@ -1,7 +1,7 @@
-"""Store sections of ``python -m bench.ssd``: fill, steady state, warm and cold loads, beside the machine.
+"""Store sections of ``python -m bench.ssd``: fill, steady state, warm and cold loads, relative to the machine.
 
-Every figure includes verification: frames are sealed with their checksums when they are written, and
-head and payload are checked when they are read.
+Every figure includes verification: checksums are computed on writes, and checked for head and payload on
+reads.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from kvstore.tier.ssd.values import Put, SsdOptions
 BLOCK_TOKENS = 128
 NAMESPACE = Namespace(model="bench")
 FILL_BAR, STEADY_BAR, WARM_BAR, COLD_BAR = 1.0, 0.8, 0.75, 0.9
-"""Ratios that the durable store and the loads are to reach."""
+"""Target ratios of the durable store and the loads."""
 PROMPT_COMMITS = 8
 """Commits that one prompt fills: 512 blocks of DeepSeek-V4.1-Flash are 65,536 tokens."""
 LARGE_CAP = 512 << 20
-"""From this cap on, commits are as large as they get: 16 MB is a 32nd of it."""
+"""Smallest cap with commits of the largest size: 16 MB is a 32nd of it."""
 TURNOVERS = 2
-"""How often a store at its cap is filled before steady state is measured."""
+"""Fills of a store at its cap before steady state is measured."""
 WARM_BYTES = 256 << 20
 """Most bytes of a warm load: far more than a processor's cache, and four copies fit in memory."""
 RUN_BLOCKS = 32
 """Blocks of a cold run: a prompt of 4,096 tokens."""
 COLD_SHARE = 0.2
-"""Most of the file that a cold measurement touches, so that nothing gains by reading all of it."""
+"""Largest share of the file in a cold measurement, so that reading ahead has no benefit."""
 COLD_THREADS = ((1, 1), (8, 8), (1, 32))
-"""Threads that load, and threads of the O_DIRECT reads beside them: equal ones, and a single loading
-thread, whose hints ask for 32 blocks at once, beside as many requests in flight."""
+"""Threads of loads and of their O_DIRECT reference reads: equal numbers, and a single loading thread, whose
+hints request 32 blocks at once, with as many requests in flight."""
 WAIT_SECONDS = 120.0
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 """What drops the page cache of the whole machine, for root."""
@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Blocks:
-    """Prompts of one layout with random entries, which are the same for every prompt."""
+    """Prompts of one layout, all with the same random entries."""
 
     layout: Layout
     format: FrameFormat
@@ -84,7 +84,7 @@ class Blocks:
     source: Places
     """The same, as frames are made of them."""
     raw: NDArray[np.uint8]
-    """The payload's bytes once more, for whoever writes or copies them without us."""
+    """Another copy of the payload, for reference writes and copies."""
     rng: np.random.Generator
 
     @classmethod
@@ -113,7 +113,7 @@ class Blocks:
         return self.rng.integers(0, 1 << 17, self.count * BLOCK_TOKENS, np.uint32)
 
     def puts(self, sequence: int) -> list[Put]:
-        """Return a new prompt framed, as the writer hands it to the tier."""
+        """Return the frames of a new prompt, as the writer passes them to the tier."""
         tokens, root = self.prompt(), BlockHash(self.rng.bytes(32))
         hashes = block_hashes(root, tokens, BLOCK_TOKENS)
         prefix = Prefix(root, tokens, hashes, (), BLOCK_TOKENS)
@@ -147,18 +147,15 @@ class Blocks:
         return Put(prefix.key(number), record, frame)
 
 
-# ---- stores and what stands beside them -----------------------------------------------------------
-
-
 def tier_of(cache: PrefixCache) -> SsdTier:
-    """Return the tier below a cache: what only a bench needs."""
+    """Return the SSD tier of a cache."""
     return cache._shared.ssd  # noqa: SLF001
 
 
 def open_cache(
     folder: Path, layout: Layout, capacity: int, *, read_threads: int = 1
 ) -> PrefixCache:
-    """Open a store for blocks of the bench. It reads with the caller's thread alone, unless told."""
+    """Open a store for blocks of the benchmark, by default read in the caller's thread alone."""
     return PrefixCache.open(
         folder,
         layout=layout,
@@ -187,7 +184,7 @@ def keep(cache: PrefixCache, tokens: NDArray[np.uint32], blocks: Blocks) -> None
 
 
 class RawFile:
-    """A file that is written by ``pwrite`` and ``fdatasync``: what any store has to do at least."""
+    """File written by ``pwrite`` and ``fdatasync``: the least work of a store."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         """Make the file, of ``size`` written bytes."""
@@ -199,9 +196,9 @@ class RawFile:
         os.fdatasync(self._fd)
 
     def write(self, data: NDArray[np.uint8], batch_bytes: int, copy_bytes: int = 0) -> None:
-        """Append ``data``, or go round where the file has a size, with a sync for each batch.
+        """Append ``data``, cyclically if the file has a size, with a sync for each batch.
 
-        With ``copy_bytes`` a batch is first copied to new memory, so many bytes at a time.
+        With ``copy_bytes`` a batch is first copied to new memory, in parts of that size.
         """
         for first in range(0, len(data), batch_bytes):
             piece = data[first : first + batch_bytes]
@@ -223,7 +220,7 @@ class RawFile:
 
 
 def forget_pages(folder: Path) -> str:
-    """Drop ``folder`` from the page cache; return how: all of it as root, else file by file."""
+    """Drop ``folder`` from the page cache; return the method: the whole cache as root, else by file."""
     os.sync()
     try:
         DROP_CACHES.write_text("3\n", encoding="ascii")
@@ -234,7 +231,7 @@ def forget_pages(folder: Path) -> str:
 
 
 def open_direct(path: Path) -> int:
-    """Open a file for reads past the page cache. Raises ``SystemExit`` where there are none."""
+    """Open a file with O_DIRECT. Raises ``SystemExit`` if it is not supported."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -243,7 +240,7 @@ def open_direct(path: Path) -> int:
 
 @contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """Give an empty folder that goes away again, for good: nobody else's sync pays for it."""
+    """Yield an empty folder, removed and synced at the end, outside of other measurements."""
     place = folder / name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -254,11 +251,8 @@ def scratch(folder: Path, name: str) -> Iterator[Path]:
         os.sync()
 
 
-# ---- durable stores -------------------------------------------------------------------------------
-
-
 def prompts_of(layout: Layout, total_bytes: int, capacity: int) -> tuple[Blocks, int, int]:
-    """Return the prompts of about ``total_bytes``, how many they are, and the blocks of a commit."""
+    """Return prompts of about ``total_bytes``, their number, and the blocks of a commit."""
     form = FrameFormat(layout, BLOCK_TOKENS)
     commit = commit_blocks(capacity, form.frame_bytes)
     whole = max(1, total_bytes // form.payload_bytes // commit)
@@ -267,10 +261,10 @@ def prompts_of(layout: Layout, total_bytes: int, capacity: int) -> tuple[Blocks,
 
 
 def fill(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
-    """Return how fast an empty store is filled, through the cache and by the tier alone.
+    """Return the speed of filling an empty store, through the cache and by the tier alone.
 
-    Beside them a new file is written, the payload's bytes alone, with ``fdatasync`` as often as the
-    store commits; once more with each block copied before, which is the least LMDB does.
+    Reference: a new file with the payload, with ``fdatasync`` as often as the store commits; and again
+    with a copy of each block, the least work of LMDB.
     """
     capacity = max(LARGE_CAP, 2 * total_bytes)
     blocks, prompts, commit = prompts_of(layout, total_bytes, capacity)
@@ -367,9 +361,9 @@ def put_all(tier: SsdTier, puts: Sequence[Put], commit: int) -> None:
 def steady(
     layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance
 ) -> list[Row]:
-    """Return how fast a store at its cap takes new prompts, which evict old ones.
+    """Return the speed of storing new prompts at the cap, which evict old ones.
 
-    Beside it a file of the size of the cap is overwritten, so that neither grows.
+    Reference: overwriting a file of the size of the cap.
     """
     form = FrameFormat(layout, BLOCK_TOKENS)
     capacity = max(total_bytes, minimum_capacity(form.frame_bytes))
@@ -413,14 +407,8 @@ def steady(
     ]
 
 
-# ---- warm loads -----------------------------------------------------------------------------------
-
-
 def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
-    """Return places for payloads as they are, one after the other in ``out``.
-
-    Nothing is rearranged: the least that a load has to do.
-    """
+    """Return targets for unchanged consecutive payloads in ``out``: the least work of a load."""
     bounds, base = form.part_bounds, out.ctypes.data - form.payload_offset
     pieces = [(0, 1, 1, stop - start, base + start, stop - start) for start, stop in bounds]
     return Places(
@@ -433,13 +421,13 @@ def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
 
 
 def whole(found: int, expected: int) -> None:
-    """Exit the measurement with an error unless everything was read."""
+    """Raise ``RuntimeError`` unless everything was read."""
     if found != expected:
         raise RuntimeError(f"{found} of {expected} blocks were read")
 
 
 def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Places) -> None:
-    """Read a prefix from the tier, checked and handed out as the cache does it."""
+    """Read a prefix from the tier, verified as in the cache."""
     reader, count = form.reader(places), len(prefix.hashes)
 
     def take(number: int, frame: memoryview) -> str | None:
@@ -456,13 +444,13 @@ def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Place
 
 
 def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
-    """Return how fast one thread loads a prompt from the page cache, beside memcpy of its bytes."""
+    """Return the speed of one thread loading a prompt from the page cache, relative to memcpy."""
     form = FrameFormat(layout, BLOCK_TOKENS)
     blocks = Blocks.of(layout, max(1, min(total_bytes, WARM_BYTES) // form.payload_bytes))
     moved, count = len(blocks.raw), blocks.count
     target = np.zeros_like(blocks.raw)
     tokens = blocks.prompt()
-    asked = np.append(tokens, np.uint32(0))  # a look-up leaves a token to compute
+    asked = np.append(tokens, np.uint32(0))  # the last token is always computed
     places = contiguous(form, np.zeros_like(blocks.raw))
     kept = {name: np.zeros_like(array) for name, array in blocks.entries.items()}
     rows = []
@@ -496,12 +484,7 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
                 ("into entries in use", into_kept, "memcpy to memory in use", copy, WARM_BAR),
                 ("tier alone", by_tier, "memcpy to memory in use", copy, WARM_BAR),
             ):
-                found = paired(
-                    partial(seconds, work),
-                    partial(seconds, bound),
-                    pairs,
-                    advance,
-                )
+                found = paired(partial(seconds, work), partial(seconds, bound), pairs, advance)
                 rows.append(
                     Row(
                         section="warm",
@@ -515,14 +498,14 @@ def warm(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
                 )
     for name, array in blocks.entries.items():
         if not np.array_equal(kept[name], array):
-            raise RuntimeError(f"group {name} was not read back as it was stored")
+            raise RuntimeError(f"group {name} was read with other bytes than stored")
     return rows
 
 
 def shared(
     layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance
 ) -> list[Row]:
-    """Return how fast a prompt loads by two threads beside one, and when its first layer is there."""
+    """Return the speed of a load by two threads relative to one, and the time to its first layer."""
     form = FrameFormat(layout, BLOCK_TOKENS)
     blocks = Blocks.of(layout, max(1, min(total_bytes, WARM_BYTES) // form.payload_bytes))
     moved, count, tokens = len(blocks.raw), blocks.count, blocks.prompt()
@@ -594,12 +577,9 @@ def _pages(layout: Layout, count: int) -> Pages:
     return Pages(tensors, list(range(count)))
 
 
-# ---- cold loads -----------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class ColdRun:
-    """A prompt of 32 blocks, and where its frames lie in the file."""
+    """Prompt of 32 blocks, with the positions of its frames in the file."""
 
     tokens: NDArray[np.uint32]
     places: list[tuple[int, int]]
@@ -607,12 +587,12 @@ class ColdRun:
 
 
 def cold(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Advance) -> list[Row]:
-    """Return how fast prompts of 32 blocks come from disk, in random order, a fifth of the file.
+    """Return the speed of prompts of 32 blocks from disk, in random order, a fifth of the file.
 
-    Beside it the same pages of the same file are read with O_DIRECT, unchecked.
+    Reference: unverified O_DIRECT reads of the same pages.
     """
     blocks = Blocks.of(layout, RUN_BLOCKS)
-    # A run for every thread at least, or fewer threads would work than it says.
+    # At least one run per thread, so that all threads work.
     least = max(min(pair) for pair in COLD_THREADS)
     count = max(math.ceil(least / COLD_SHARE), total_bytes // len(blocks.raw))
     chosen = int(count * COLD_SHARE)
@@ -647,7 +627,7 @@ def cold(layout: Layout, total_bytes: int, folder: Path, pairs: int, advance: Ad
 
 
 def _cold_store(place: Path, blocks: Blocks, count: int, capacity: int) -> list[ColdRun]:
-    """Fill a store with prompts, and learn where their blocks lie."""
+    """Fill a store with prompts; return the positions of their blocks."""
     form = blocks.format
     with open_cache(place / "store", blocks.layout, capacity) as cache:
         texts = [blocks.prompt() for _ in range(count)]
@@ -692,7 +672,7 @@ class _ColdPair:
         return [self._runs[at] for at in order[: self._chosen]]
 
     def load(self, threads: int) -> float:
-        """Open the store with nothing of it in memory but what opening reads, and load runs."""
+        """Open the store with a cold page cache, and load runs."""
         runs = self._next()
         self.how = forget_pages(self._store)
         with open_cache(self._store, self._blocks.layout, self._capacity) as cache:
@@ -707,7 +687,7 @@ class _ColdPair:
         tier, form = tier_of(cache), self._blocks.format
         outs: SimpleQueue[Places] = SimpleQueue()
         for _ in range(threads):
-            # Ones, because zeros would get their pages from the system only while they are filled.
+            # Ones: the system allocates the pages of zeros only when they are written.
             outs.put(contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))
 
         def load(match: Match) -> None:
@@ -718,15 +698,15 @@ class _ColdPair:
         return load
 
     def direct(self, threads: int, *, is_by_run: bool) -> float:
-        """Read the pages of the same runs past the page cache, a block a call.
+        """Read the pages of the same runs with O_DIRECT, one block per call.
 
-        By runs, a thread has one block of its run under way; else as many as there are threads.
+        By runs, one block per thread is in flight; otherwise as many as there are threads.
         """
         runs = self._next()
         size = runs[0].places[0][1]
         buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
         for _ in range(threads):
-            buffers.put(mmap.mmap(-1, size))  # aligned to a page, as O_DIRECT asks
+            buffers.put(mmap.mmap(-1, size))  # page-aligned, as O_DIRECT requires
         file = open_direct(self._store / DATA_FILE)
 
         def read(places: Sequence[tuple[int, int]]) -> None:

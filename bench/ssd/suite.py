@@ -1,6 +1,6 @@
-"""Speed and size of the SSD tier, beside the machine and other stores.
+"""Speed and size of the SSD tier, relative to the machine and other stores.
 
-Question: what do a durable store, a warm and a cold load, and a look-up cost, and how large are the files?
+Question: what do a durable store, a warm and a cold load, and a lookup cost, and how large are the files?
 Method:   interleaved pairs in changing order, the median of the pairs' ratios. The same blocks for all,
           64 per commit, each durable before the next; every figure includes verification of the reads.
 Peers:    a file per block, safetensors per block, SQLite, RocksDB, LMCache's local disk backend and
@@ -126,10 +126,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=positive, default=BLOCKS, help="size of a store")
     parser.add_argument("--pairs", type=positive, default=PAIRS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure")
     parser.add_argument("--lookup-blocks", type=positive, default=ssd_index.LOOKUP_BLOCKS)
     parser.add_argument("--open-blocks", type=positive, default=ssd_index.OPEN_BLOCKS)
-    parser.add_argument("--trace", type=Path, help="whose segments to take; default: weka_48's")
+    parser.add_argument(
+        "--trace", type=Path, help="trace for the index; default: weka_48's segments"
+    )
     parser.add_argument("--lmcache-python", type=Path, help="a Python that can import LMCache")
     parser.add_argument("--sglang-python", type=Path, help="a Python that can import SGLang")
     parser.add_argument("--json", action="store_true")

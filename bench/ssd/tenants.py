@@ -1,10 +1,9 @@
 """Cost of many tenants in a store that holds few: time, space and opening.
 
-Question: does the hundred-thousandth tenant of a small store cost as much as the first, do namespaces of
-          evicted tenants take space from blocks, and how long does the store take to open?
-Method:   every tenant stores one block and never returns, in batches that are flushed; the time of each
-          batch; the most blocks at the end of a batch, relative to one tenant that stores as many; the
-          median of five openings.
+Question: is the hundred-thousandth tenant of a small store as expensive as the first, do namespaces of
+          evicted tenants use space of blocks, and how long does opening take?
+Method:   every tenant stores one block, in batches that are flushed; the time of each batch; the most blocks
+          at the end of a batch, relative to one tenant that stores as many; the median of five openings.
 Bound:    the median batch of the last tenth within 1.2 of the second tenth's; 95 % of the blocks; 1 s.
 Run:      python -m bench.ssd.tenants [--tenants N] [--ssd-bytes SIZE] [--block-bytes N] [--batch N]
           [--dir DIR] [--json]. Needs an idle machine.
@@ -31,7 +30,7 @@ from kvstore.cli.terminal import progress_bar
 TENANTS = 100_000
 SSD_BYTES = "64MiB"
 BLOCK_BYTES = 32 << 10
-"""A small block: 16 tokens of SmolLM2-135M take 360 KB, 128 of DeepSeek-V4.1-Flash 114 KB."""
+"""A small block: 16 tokens of SmolLM2-135M are 360 KB, 128 of DeepSeek-V4.1-Flash 114 KB."""
 BLOCK_TOKENS = 16
 BATCH = 100
 OPENINGS = 5
@@ -40,7 +39,7 @@ FLAT_BAR, ROOM_BAR, OPEN_BAR_SECONDS = 1.2, 0.95, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a run of stores took and left."""
+    """Times and counts of a run of stores."""
 
     seconds: list[float]
     """Of each batch, its flush included."""
@@ -50,7 +49,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the bars are held against."""
+    """Figures that have limits."""
 
     tenants: int
     first_seconds: float
@@ -59,16 +58,16 @@ class Figures:
     """Median batch of the last tenth."""
     blocks: int
     alone_blocks: int
-    """Blocks of a tenant who is alone."""
+    """Blocks of a single tenant."""
     namespaces: int
-    """Named on the medium in the end."""
+    """Namespaces on the medium at the end."""
     stored_blocks: int
-    """There in the end."""
+    """Blocks at the end."""
     open_seconds: float
 
     @property
     def are_met(self) -> bool:
-        """Whether all bars are."""
+        """Whether all limits are met."""
         return (
             self.last_seconds <= FLAT_BAR * self.first_seconds
             and self.blocks >= ROOM_BAR * self.alone_blocks
@@ -141,7 +140,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the bench; 0 if all bars are met."""
+    """Run the benchmark; 0 if all limits are met."""
     parser = argparse.ArgumentParser(prog="python -m bench.ssd.tenants", description=__doc__)
     parser.add_argument("--tenants", type=int, default=TENANTS)
     parser.add_argument("--ssd-bytes", default=SSD_BYTES)
@@ -157,12 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(
             f"{found.tenants:,} tenants: a batch of {chosen.batch} takes {found.first_seconds:.3f} s "
-            f"at first, {found.last_seconds:.3f} s in the end\n"
+            f"at first, {found.last_seconds:.3f} s at the end\n"
             f"blocks at most: {found.blocks:,}, alone {found.alone_blocks:,} "
             f"({found.blocks / found.alone_blocks:.1%})\n"
-            f"in the end {found.namespaces:,} namespaces and {found.stored_blocks:,} blocks\n"
+            f"at the end {found.namespaces:,} namespaces and {found.stored_blocks:,} blocks\n"
             f"opening takes {found.open_seconds:.3f} s\n"
-            f"all bars are met: {'yes' if found.are_met else 'no'}"
+            f"all limits are met: {'yes' if found.are_met else 'no'}"
         )
     return 0 if found.are_met else 1
 

@@ -1,5 +1,5 @@
-"""Maintenance of a store from outside an engine: inspect, verify, compact, evict, export and import.
+"""Maintenance of stores without an engine: inspect, verify, compact, evict, export and import.
 
-``access`` opens a store of any layout; ``inspect`` reports on one, ``upkeep`` changes one, ``archive`` writes one to a file and
-reads it back. Called by ``cli`` alone.
+``access`` opens a store of any layout; ``inspect`` reports on it, ``upkeep`` evicts and compacts, ``archive``
+exports and imports. Called by ``cli`` alone.
 """

@@ -1,4 +1,4 @@
-"""Opens a store of any layout by its path, for reading or for writing."""
+"""Opening of a store of any layout by its path, for reading or writing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InspectedStore:
 
     @property
     def keys_root(self) -> BlockHash | None:
-        """The root of keys that callers bring, None if the store hashes tokens."""
+        """Root of callers' own keys, None if the store hashes tokens."""
         return keys_root(self.secret) if self.form.key_bytes else None
 
     @property
@@ -53,11 +53,7 @@ class InspectedStore:
 
 
 def parse_frames(text: str) -> tuple[StoreFormat, Frames]:
-    """Parse the text of a VERSION file: the store's format, and its frames.
-
-    Raises:
-        StoreError: if the text is damaged.
-    """
+    """Parse the text of a VERSION file: store format and frames. Raises ``StoreError`` if it is damaged."""
     form = parse_format(text)
     packing = Packing(form.ssd_formats) if form.ssd_formats else None
     try:
@@ -78,7 +74,7 @@ def _options(text: str, form: StoreFormat, frame_format: Frames) -> SsdOptions:
 
 @contextmanager
 def _closing(close: Callable[[], object]) -> Iterator[None]:
-    """Close at the end, also if Ctrl-C comes before the closing has begun."""
+    """Close at the end, also after Ctrl-C just before."""
     try:
         yield
     finally:
@@ -91,11 +87,7 @@ def _closing(close: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def open_for_reading(path: Path) -> Iterator[InspectedStore]:
-    """Open the store at ``path`` as a reader.
-
-    Raises:
-        StoreError: if there is none, or it cannot be read.
-    """
+    """Open the store at ``path`` as a reader. Raises ``StoreError`` if it is missing or unreadable."""
     require_store(path)
     text = read_format(path)
     form, frame_format = parse_frames(text)
@@ -119,13 +111,13 @@ def open_for_writing(
 ) -> Iterator[OpenStore]:
     """Open the store at ``path`` as its owner.
 
-    Without ``capacity_bytes`` the cap stays as recorded. With ``format_text`` the store must have
-    that format, and is created if there is none. ``index`` is an empty one to fill.
+    The default of ``capacity_bytes`` is the recorded cap. With ``format_text`` the store must have that
+    format, and is created if missing. ``index`` is an empty index, which receives the blocks.
 
     Raises:
-        StoreBusy: if a process owns it, named, or this one has it open.
+        StoreBusy: if a process owns it, or this one has it open.
         LayoutMismatch: if it has another format; it is left untouched.
-        StoreError: if there is none, or it is broken; then it was moved aside.
+        StoreError: if it is missing, or was broken and moved aside.
     """
     if format_text is None:
         require_store(path)
@@ -136,7 +128,7 @@ def open_for_writing(
     text = read_format(path) if format_text is None else format_text
     form, frame_format = parse_frames(text)
     options = _options(text, form, frame_format)
-    secret_of(path, text)  # no block goes in or out of a store whose secret is lost
+    secret_of(path, text)  # raises if the secret is lost
     if capacity_bytes is None:
         with open_for_reading(path) as seen:
             capacity_bytes = max(seen.capacity_bytes, options.capacity_bytes)
@@ -154,6 +146,6 @@ def open_for_writing(
     store = uninterrupted(lambda: take_over(path, options, build), OpenStore.close)
     with _closing(store.close):
         if store.metrics.quarantined_stores:
-            msg = f"the store at {path} was broken: it was moved aside, and an empty one took its place"
+            msg = f"the store at {path} was broken: it was moved aside and replaced by an empty one"
             raise StoreError(msg)
         yield store

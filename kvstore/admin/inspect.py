@@ -1,4 +1,4 @@
-"""Reports on a store of any layout: sizes and namespaces, one block, a check of every block."""
+"""Reports on a store of any layout: sizes and namespaces, one block, verification of all blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import SsdTier
 
 CHAIN_SHOWN = 16
-"""Ancestors that ``inspect`` lists; the rest is counted."""
+"""Ancestors that ``inspect`` lists; others are counted."""
 
 
 def store_stats(path: Path) -> dict[str, Any]:
@@ -60,8 +60,7 @@ def _namespaces(
 ) -> list[dict[str, Any]]:
     """Return identity, usage and quota of each namespace that has a name or blocks.
 
-    ``before`` are the names read before ``records``: an owner may have evicted the last block of a
-    namespace since, and removed its name.
+    ``before`` are the names read before ``records``; the owner may have removed some since.
     """
     blocks = Counter(record.namespace_id for record in records)
     facts, usage = namespace_facts(store.ssd), usage_of(records)
@@ -83,10 +82,7 @@ def _namespaces(
 def inspect_block(path: Path, prefix: str) -> dict[str, Any]:
     """Return one block's record, header and ancestors as plain JSON values.
 
-    ``prefix`` is the start of its key in hex; it must match one block.
-
-    Raises:
-        ValueError: if it matches none or several.
+    ``prefix`` is the start of its key in hex. Raises ``ValueError`` unless it matches exactly one block.
     """
     with open_for_reading(path) as store:
         facts = namespace_facts(store.ssd)
@@ -131,7 +127,7 @@ def _header(store: InspectedStore, frame: memoryview) -> dict[str, Any] | None:
 
 
 def _ancestors(ssd: SsdTier, record: Record) -> dict[str, Any]:
-    """Return the nearest ancestors of a block, the count of all, and whether none is missing."""
+    """Return the nearest ancestors of a block, the number of all, and whether the chain is complete."""
     chain: list[dict[str, Any]] = []
     depth = 0
     above: Record | None = record
@@ -179,10 +175,7 @@ def list_blocks(path: Path, limit: int) -> list[dict[str, Any]]:
 def verify_store(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Check every block's checksums, identity and parent; return the bad ones.
 
-    ``progress(done, total)`` is called now and then.
-
-    Raises:
-        StoreError: if the store as a whole cannot be read.
+    ``progress(done, total)`` is called repeatedly. Raises ``StoreError`` if the store is unreadable.
     """
     bad: list[dict[str, Any]] = []
     with open_for_reading(path) as store:

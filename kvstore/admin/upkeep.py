@@ -1,4 +1,4 @@
-"""Maintenance of a store that no process owns: eviction and compaction."""
+"""Eviction and compaction of a store that no process owns."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvstore.transfer.interrupts import uninterrupted
 def evict(path: Path, to: str) -> dict[str, Any]:
     """Evict blocks of a store down to a size, in the order of the tier's own eviction.
 
-    ``to`` is bytes in use, such as ``"4GiB"``, or a share of the cap such as ``"50%"``. Expired blocks are evicted first, then
-    leaves by their last use; pinned blocks and their ancestors stay. Returns plain JSON values;
-    ``is_reached`` is true if the store has that size or no block.
+    ``to`` is bytes in use, such as ``"4GiB"``, or a share of the cap, such as ``"50%"``. Expired blocks are
+    evicted first, then leaves by their last use; pinned blocks and their ancestors stay. Returns plain
+    JSON values; ``is_reached`` is true if the store has that size or no block.
 
     Raises:
-        ConfigError: if ``to`` is no size.
+        ConfigError: for an invalid ``to``.
         StoreBusy: if a process owns the store.
-        StoreError: if there is none, or the medium fails.
+        StoreError: if the store is missing, or the medium fails.
 
-    Cost: as opening the store, and one commit for 64 evicted blocks.
+    Cost: opening the store, and one commit per 64 evicted blocks.
     """
     size_or_share(to, "--to", 0, "ssd_bytes")
     path = resolved(path)
@@ -33,13 +33,13 @@ def evict(path: Path, to: str) -> dict[str, Any]:
         ssd, side = store.ssd, store.require_writer("evicts")
         target = size_or_share(to, "--to", ssd.capacity_bytes, "ssd_bytes")
         before = ssd.live_bytes
-        gone = side.evict_to(target)
+        evicted = side.evict_to(target)
         live, left = ssd.live_bytes, ssd.block_count
         return {
             "path": str(path),
             "target_bytes": target,
             "is_reached": live <= target or not left,
-            "evicted_blocks": gone,
+            "evicted_blocks": evicted,
             "evicted_bytes": before - live,
             "blocks": left,
             "live_bytes": live,
@@ -49,15 +49,15 @@ def evict(path: Path, to: str) -> dict[str, Any]:
 
 
 def compact(path: Path) -> dict[str, Any]:
-    """Return the free pages of a store to the disk. Returns plain JSON values.
+    """Return the free pages of a store to the disk. A kill at any time leaves the old file or the new one.
 
-    A kill at any time leaves the old file or the new one.
+    Returns plain JSON values.
 
     Raises:
         StoreBusy: if a process owns the store or reads it.
-        StoreError: if there is none, or the disk has no room for its copy; it stays as it was.
+        StoreError: if the store is missing, or the disk has no room for the copy; it stays unchanged.
 
-    Cost: as opening the store; reads the bytes in use twice, writes them once, needs that much space.
+    Cost: opening the store, two reads and one write of the bytes in use, and disk space for them.
     """
     path = resolved(path)
     require_store(path)

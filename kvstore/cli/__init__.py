@@ -1,5 +1,5 @@
-"""The ``kvstore`` command: arguments in, tables or JSON out, one exit code.
+"""The ``kvstore`` command: parses arguments, calls other packages, prints tables or JSON.
 
-``main`` is the application; ``stores`` has the commands about a store, ``footprint``, ``simulate``, ``trace`` and ``demo`` the others;
-``parameters`` and ``terminal`` hold the options, tables and progress bars that they share.
+``main`` is the application; ``stores``, ``footprint``, ``simulate``, ``trace`` and ``demo`` have the commands;
+``parameters`` and ``terminal`` have common options, tables and progress bars.
 """

@@ -46,14 +46,13 @@ def footprint(
     block_tokens
         Tokens of a block.
     turn_tokens
-        New tokens per turn, prompt and output; window snapshots are divided by it.
+        New tokens per turn, prompt and output: the divisor of window snapshots.
     prefill_tps
         Prefill speed of the engine in tokens per second, for the break-even bandwidth. The default is a
         published figure of DeepSeek-V4.1-Flash on 8 H100.
     dtype
-        Number format of every entry, as in an engine's option for its KV cache: bf16, f16, f32, u8 (FP8 or
-        INT8 with scales in the checkpoint), or a format with scales in each entry: fp8, mxfp8, nvfp4,
-        mxfp4. Default: the format of the config.
+        Number format of all entries: bf16, f16, f32, u8 (FP8 or INT8 with scales in the checkpoint), or a
+        format with scales in each entry: fp8, mxfp8, nvfp4, mxfp4. Default: the format of the config.
     measure
         Store random blocks in a temporary store and measure their size on disk.
     plot

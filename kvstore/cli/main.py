@@ -1,7 +1,7 @@
-"""The ``kvstore`` command: options in, text or JSON out. It decides nothing.
+"""The ``kvstore`` command line application.
 
-Every command takes ``--json`` and returns its exit status: 0 success, 1 a check failed, 2 bad usage or
-input. Results go to stdout, errors to stderr, progress to stderr if that is a terminal.
+Every command has ``--json`` and an exit status: 0 success, 1 a check failed, 2 bad usage or input. Results
+are written to stdout, errors to stderr, progress to stderr if that is a terminal.
 To add a command, register a function that calls the module with the logic.
 """
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         complain(f"{str(error).rstrip('.')}; see kvstore --help")
     except BrokenPipeError:
-        # The reader of stdout has left. Python would complain again at shutdown.
+        # Python would report it again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KVStoreError, ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Parameters that several commands share."""
+"""Parameters of several commands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Json = Annotated[
 File = Annotated[Path, Parameter(allow_leading_hyphen=True)]
 """A file, or ``-`` for a standard stream."""
 Files = Annotated[tuple[Path, ...], Parameter(negative="", allow_leading_hyphen=True)]
-BlockSize = Annotated[int, Parameter(help="Tokens of a block, where the trace does not tell.")]
+BlockSize = Annotated[int, Parameter(help="Tokens of a block, if the trace has no block size.")]
 Unchained = Annotated[
     Literal["refuse", "rekey"],
-    Parameter(help="Refuse ids that name blocks and not prefixes, or make them names of prefixes."),
+    Parameter(help="Refuse ids that name blocks and not prefixes, or re-key them to prefixes."),
 ]
 FormatOption = Annotated[
     Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure", "burstgpt"],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.trace.reading import Options
 
 CURVE_SIZES = "0.5%,1%,2%,5%,10%,15%,20%,25%,30%,50%,75%,100%"
-"""Sizes of a whole curve: dense where caches are small and curves are steep."""
+"""Sizes of a whole curve: dense at small sizes, where curves are steep."""
 
 
 def simulate(
@@ -70,7 +70,7 @@ def simulate(
         block_tokens=options.block_size, unchained=options.unchained, form=options.format
     )
     reports = [_report(path, reading, options, jobs, seed) for path in traces]
-    # All traces are read and simulated by now, so a bad one leaves no partial output.
+    # After all traces are simulated: an invalid one leaves no partial output.
     _write_files(reports, csv_file, html)
     if as_json:
         from kvstore.simulate.json_form import as_dict
@@ -130,8 +130,6 @@ def _write_files(reports: Sequence[Report], csv_file: Path | None, html: Path | 
             stream.write(page)
 
 
-# ---- processes ---------------------------------------------------------------------------------
-
 _simulation: Simulation | None = None
 """Simulation of a worker process, inherited from its parent by fork."""
 
@@ -149,7 +147,7 @@ def _call(function: Callable[[Simulation, Any], Any], task: Any) -> Any:
 
 @contextmanager
 def _spread(simulation: Simulation, jobs: int) -> Iterator[Each | None]:
-    """Give a function that runs tasks in ``jobs`` processes; None for one process."""
+    """Yield a function that runs tasks in ``jobs`` processes; None for one process."""
     if jobs == 1:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Options of ``kvstore simulate`` as written by the user."""
+"""Options of ``kvstore simulate``, as given on the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = "1%,5%,10%,25%,50%"
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateArguments:
-    """Options that a result depends on. The text below each is its help."""
+    """Options that determine a result. The text below each is its help."""
 
     policy: str = "lru,arc,s3fifo,optimal"
     """Policies, separated by commas; `kvstore policies` lists them. `optimal` is the upper bound: it
@@ -69,7 +69,7 @@ class SimulateArguments:
         return {**asdict(self), "size": self.size or SIZES, "tier": list(self.tier)}
 
     def check(self) -> None:
-        """Refuse values that are wrong for every trace, before one is read.
+        """Refuse values that are invalid for every trace.
 
         Numbers below 2**-60 are rounding errors, and their quotients are not finite.
         """
@@ -133,7 +133,7 @@ class SimulateArguments:
         )
 
     def _windows(self, trace: Trace, sized: ModelBytes | None) -> Windows | None:
-        """Return the window pool; None if neither an option nor the model gives its W."""
+        """Return the window pool; None if neither an option nor the model has a W."""
         from kvstore.output.sizes import seconds_of, size_of
         from kvstore.simulate.window import Windows, all_window_tokens
 
@@ -168,7 +168,7 @@ class SimulateArguments:
         return shlex.join(words)
 
     def recommended_command(self, path: Path, report: Report) -> str:
-        """Return the command whose row shows the choice; it has prefix semantics."""
+        """Return the command that simulates the choice, with prefix semantics."""
         advice = report.recommendation
         changed = {"policy": advice.policy, "semantics": "prefix"}
         if advice.choice is not None:

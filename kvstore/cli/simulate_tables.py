@@ -19,7 +19,7 @@ _TIMES_TITLE = "Time to first token in seconds: prefill and loading only, no que
 
 
 def write_report(report: Report) -> None:
-    """Print a report: its rows, costs, tiers and window pool, then its hints and recommendation."""
+    """Print rows, costs, tiers, window pool, hints and recommendation of a report."""
     _write_rows(report)
     advice = report.recommendation
     _write_recommended(advice, is_bounded=report.origin.parameters["request_share"] is not None)
@@ -63,7 +63,7 @@ def _shares(size: float, ratios: Ratios) -> list[str]:
 
 
 def _write_recommended(advice: Recommendation, *, is_bounded: bool) -> None:
-    """Print the choice, and the sizes that the LRU curve gives. ``is_bounded``: requests have a share."""
+    """Print the choice, and sizes of the LRU curve. ``is_bounded``: requests have a share."""
     if (choice := advice.choice) is not None:
         size = "" if choice.size_bytes is None else f", {_bytes(choice.size_bytes)}"
         count = f"{choice.size_blocks:,}{size}"

@@ -1,4 +1,4 @@
-"""Commands about one store directory: look into it, check it, maintain it, export and import it."""
+"""Commands on one store: statistics, inspection, verification, maintenance, export and import."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Unowned = Annotated[Path, Parameter(help="Directory of the store. No process may
 _NAMESPACE_COLUMNS = ("model", "weights", "adapter", "tenant", "generation")
 _BLOCK_COLUMNS = ("number", "namespace_id", "sequence")
 _DIGITS_SHOWN = 12
-"""Hex digits of a digest in a table: enough to find it again, short enough for 80 columns."""
+"""Hex digits of a digest in a table: enough to search for it, and for 80 columns."""
 
 
 def stats(directory: Directory, /, *, as_json: Json = False) -> int:
@@ -40,7 +40,7 @@ def stats(directory: Directory, /, *, as_json: Json = False) -> int:
     owner, per_token = found["owner_pid"], found["ssd_bytes_per_token"]
     facts = [
         ("layout", found["layout"] or "unknown"),
-        ("owner", f"process {owner}" if owner else "nobody now"),
+        ("owner", f"process {owner}" if owner else "none"),
         ("blocks", f"{found['blocks']:,} of {found['block_tokens']} tokens"),
         ("tokens", f"{found['tokens']:,}"),
         ("live bytes", f"{found['live_bytes']:,}"),
@@ -107,7 +107,7 @@ def inspect(
         write_table(["parent", "number"], [(p["key"], str(p["number"])) for p in parents])
         more = block["parent_count"] - len(parents)
         if more:
-            write_line(f"and {more:,} more, back to the first block")
+            write_line(f"and {more:,} more, up to the first block")
     return FAILED if block["fault"] else OK
 
 
@@ -194,8 +194,8 @@ def evict(directory: Unowned, /, *, to: str, as_json: Json = False) -> int:
 def compact(directory: Unowned, /, *, as_json: Json = False) -> int:
     """Return the free pages of a store to the disk.
 
-    No process may read the store either, and its disk needs room for a copy of the bytes in use. A
-    kill at any time leaves the old file or the new one.
+    No process may have the store open, and the disk needs room for a copy of the bytes in use. A kill at
+    any time leaves the old file or the new one.
     """
     from kvstore.admin import upkeep
 
@@ -252,12 +252,12 @@ def import_(file: Path, directory: Path, /, *, ssd_bytes: str, as_json: Json = F
     with progress_bar("importing") as advance:
         found = import_store(file, directory, ssd_bytes, advance)
     text = (
-        f"{found['imported_blocks']:,} blocks imported, {found['present_blocks']:,} were there, "
-        f"{found['expired_blocks']:,} had expired; {found['blocks']:,} blocks are in the store"
+        f"{found['imported_blocks']:,} blocks imported, {found['present_blocks']:,} already present, "
+        f"{found['expired_blocks']:,} expired; {found['blocks']:,} blocks are in the store"
     )
     write_result(found, text, as_json=as_json)
     if found["damage"]:
-        complain(f"{file} was read only in part: {found['damage']}")
+        complain(f"{file} was read only partly: {found['damage']}")
     if found["refused_members"]:
         complain(f"{found['refused_members']:,} members refused: {_reasons(found['refused'])}")
     if found["dropped_blocks"]:

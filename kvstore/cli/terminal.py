@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses. The last is what a shell reports after Ctrl-C."""
+"""Exit statuses. The last is that of a shell after Ctrl-C."""
 
 
 def progress() -> Callable[[str], None]:
@@ -24,7 +24,7 @@ def progress() -> Callable[[str], None]:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function ``(done, total)`` that draws a bar on stderr if that is a terminal."""
+    """Yield a function ``(done, total)`` that draws a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
@@ -43,7 +43,7 @@ def write_line(text: str) -> None:
 
 def write_json(value: Any) -> None:
     """Print a result as JSON on stdout."""
-    # ASCII, because names may hold what the terminal's encoding or UTF-8 itself has no bytes for.
+    # ASCII, because names may have characters outside the terminal's encoding, or lone surrogates.
     write_line(json.dumps(value, indent=2))
 
 

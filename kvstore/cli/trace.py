@@ -110,7 +110,7 @@ def trace_merge(
     files
         Trace files or directories.
     spread
-        Interval in seconds from which each trace's start is drawn. By default all start at once.
+        Interval in seconds from which each trace's start is drawn. Default: all start at once.
     """
     from kvstore.trace.cutting import merged
     from kvstore.trace.reading import read
@@ -174,7 +174,7 @@ def trace_anonymise(
     unit: Literal["us", "ms", "s"] = "us",
     as_json: JsonCount = False,
 ) -> int:
-    """Convert a log of texts or tokens to a trace that shows equal prefixes and nothing else.
+    """Convert a log of texts or tokens to a trace without content, which shows equal prefixes only.
 
     Parameters
     ----------

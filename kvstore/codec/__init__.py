@@ -1,7 +1,7 @@
 """Codecs: encode the values of entries to bytes and decode them, one codec per layer group.
 
-Imports ``layout`` and the C kernels, not torch. Called by ``frame`` and the device tier. Start with
-``protocol``, then ``raw`` and ``quantized``.
+Start with ``protocol``, then ``raw`` and ``quantized``. Imports ``layout`` and the C kernels, not torch; called
+by ``frame`` and the device tier.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ __all__ = ["Codec", "codec_for"]
 
 
 def codec_for(group: LayerGroup) -> Codec:
-    """Return the codec of a group's entry format.
-
-    Raises:
-        ConfigError: for a format without a codec, whose entries kvstore stores as bytes.
-    """
+    """Return the codec of a group's entry format. Raises ``ConfigError`` for a format without one."""
     if group.entry_format in DTYPES:
         return RawCodec(group)
     if group.entry_format in _QUANTIZED:

@@ -1,7 +1,6 @@
 """Common view of NumPy arrays and torch tensors: rows of numbers in host memory.
 
-This module does not import torch: an object can only be a tensor if torch is imported already. NumPy
-has no bfloat16, so these numbers are uint16 bits.
+It does not import torch: without torch no object is a tensor. bfloat16, which NumPy lacks, is uint16 bits.
 """
 
 from __future__ import annotations
@@ -56,11 +55,7 @@ def is_remote(array: object) -> TypeIs[torch.Tensor]:
 
 
 def same_kind(array: Array, role: str, like: ArrayT) -> ArrayT:
-    """Return ``array``, which must have the kind of ``like``: NumPy array or torch tensor.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Return ``array``. Raises ``ValueError`` unless its kind, array or tensor, is that of ``like``."""
     found, expected = _kind(array), _kind(like)
     if found != expected:
         raise ValueError(f"{role} must be {expected} like the input, found {found}")
@@ -96,10 +91,8 @@ def check_plain(array: object, role: str) -> None:
 def host_view(array: object, role: str, dtypes: Sequence[str]) -> HostView:
     """Return the memory of an array or CPU tensor, without a copy.
 
-    ``role`` names the array in errors; ``dtypes`` are the accepted ones.
-
-    Raises:
-        ValueError: if it is neither kind of array, is 0-dimensional, or has another dtype.
+    ``role`` names the array in errors; ``dtypes`` are the accepted ones. Raises ``ValueError`` if
+    it is neither kind of array, is 0-dimensional, or has another dtype.
     """
     check_plain(array, role)
     if is_tensor(array):
@@ -132,18 +125,12 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> NDArray[np.generic]:
 
 
 def check_length(array: object, role: str, length: int) -> None:
-    """Check that the last axis of an array or tensor holds ``length`` numbers.
-
-    Raises:
-        ValueError: if it does not, or if ``array`` is neither kind of array.
-    """
+    """Raise ``ValueError`` unless ``array`` is an array or tensor with ``length`` numbers in its last axis."""
     if not (is_tensor(array) or isinstance(array, np.ndarray)):
         raise ValueError(f"{role} must be a NumPy array or a torch tensor, found {_kind(array)}")
     if array.ndim == 0 or array.shape[-1] != length:
-        raise ValueError(
-            f"{role} must have {length} numbers along the last axis, "
-            f"found shape {list(array.shape)}"
-        )
+        msg = f"{role} must have {length} numbers along the last axis, found shape {list(array.shape)}"
+        raise ValueError(msg)
 
 
 def widen_bfloat16(bits: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -189,27 +176,16 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
 
 
 def check_in(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
-    """Check the shape of an input and that its rows are contiguous.
-
-    Raises:
-        ValueError: for another shape, or rows that are not contiguous.
-    """
+    """Raise ``ValueError`` for an input of another shape, or with rows that are not contiguous."""
     if view.shape != shape:
         raise ValueError(f"{role} must have shape {list(shape)}, found {list(view.shape)}")
     if not has_contiguous_rows(view):
-        raise ValueError(
-            f"{role} must be contiguous along its last axis, "
-            f"found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
-        )
+        msg = f"{role} must be contiguous along its last axis, found a stride of {view.strides[-1]} bytes, expected {view.itemsize}"
+        raise ValueError(msg)
 
 
 def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> None:
-    """Check the shape of an output, that it is writable and that its rows are contiguous and apart.
-
-    Raises:
-        ValueError: for another shape, a read-only array, rows that are not contiguous, or an array
-            whose rows share memory.
-    """
+    """Raise ``ValueError`` as :func:`check_in`, and for an output that is read-only or overlaps itself."""
     check_in(view, role, shape)
     if not view.flags.writeable:
         raise ValueError(f"{role} must be writable, found a read-only array")
@@ -219,18 +195,15 @@ def check_out(view: NDArray[np.generic], role: str, shape: tuple[int, ...]) -> N
     extent = view.itemsize
     for stride, length in sorted((abs(stride), length) for stride, length in axes if length > 1):
         if stride < extent:
-            raise ValueError(
-                f"{role} overlaps itself: strides {list(view.strides)} "
-                f"are too short for shape {list(view.shape)}"
-            )
+            msg = f"{role} overlaps itself: strides {list(view.strides)} are too short for shape {list(view.shape)}"
+            raise ValueError(msg)
         extent += stride * (length - 1)
 
 
 def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
-    """Check that no two arrays share memory. Interleaved rows are apart.
+    """Raise ``ValueError`` if two arrays share memory, or the check exceeds its bound.
 
-    Raises:
-        ValueError: if two do, or if the check exceeds its bound.
+    Interleaved rows do not share memory.
     """
     for (name, view), (other_name, other) in itertools.combinations(views.items(), 2):
         try:
@@ -246,11 +219,7 @@ def check_apart(views: Mapping[str, NDArray[np.generic]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows of several arrays that are evenly spaced in each.
-
-    Units:
-        Addresses and strides, one per array, are in bytes.
-    """
+    """Rows that are evenly spaced in each of several arrays; addresses and strides, one per array, in bytes."""
 
     rows: int
     addresses: tuple[int, ...]

@@ -47,15 +47,13 @@ def pack(
 ) -> tuple[ArrayT, ArrayT]:
     """Quantize float32, float16 or bfloat16 values to FP4, and return their nibbles and scales.
 
-    The result has the kind of ``values``: NumPy arrays, or tensors on the same device. With
-    ``out=(nibbles, scales)`` it is written there and returned; rows may be strided, so both can be
-    slices of one array of entries, ``entries[..., :n // 2]`` and ``entries[..., n // 2:]``.
+    The result has the kind of ``values``: NumPy arrays, or tensors on the same device. It is written to
+    ``out=(nibbles, scales)`` if given; rows may be strided, so both can be slices of one array of
+    entries, ``entries[..., :n // 2]`` and ``entries[..., n // 2:]``. The default of ``scale_rule`` is the
+    format's first in ``layout.SCALE_RULES``. ``global_scale``, for ``nvfp4`` with the rule ``torchao``, is
+    the factor of all dequantized values.
 
-    The default of ``scale_rule`` is the format's first in ``layout.SCALE_RULES``. ``global_scale``,
-    for ``nvfp4`` with the rule ``torchao``, is the factor of all dequantized values.
-
-    Shapes:
-        values ``[..., n]``; nibbles uint8 ``[..., n / 2]``, value 2i in the low half of byte i;
+    Shapes: values ``[..., n]``; nibbles uint8 ``[..., n / 2]``, value 2i in the low half of byte i;
         scales uint8 ``[..., n / block]``, with blocks of 16 (``nvfp4``) or 32 (``mxfp4``).
 
     Raises:
@@ -79,11 +77,10 @@ def unpack(
 ) -> ArrayT:
     """Unpack FP4 to float32, float16 or bfloat16: the exact product, rounded once.
 
-    The result is of the same kind as ``nibbles``: a NumPy array, or a tensor on the same device. In
-    NumPy, bfloat16 is the type of ml_dtypes; ``out=`` may also be an array of uint16 for its bits.
+    The result has the kind of ``nibbles``: a NumPy array, or a tensor on the same device. bfloat16 in
+    NumPy is the type of ml_dtypes; ``out=`` may also be an array of uint16 for its bits.
 
-    Shapes:
-        nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
+    Shapes: nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
 
     Raises:
         ValueError: naming what was found and expected; nothing was written.
@@ -107,11 +104,10 @@ def gather(
 ) -> ArrayT:
     """Dequantize chosen entries, as sparse attention reads them: row i is entry ``index[i]``.
 
-    Without ``pages``, entries are the rows of an array. With it they are in a pool of pages, and
-    ``pages`` is the page table of one prompt: entry e is entry ``e % m`` of page ``pages[e // m]``.
+    ``pages`` is the page table of one prompt in a pool of pages: entry e is entry ``e % m`` of page
+    ``pages[e // m]``. Without it, entries are the rows of an array.
 
-    Shapes:
-        nibbles uint8 ``[entries, n / 2]`` or ``[pages of the pool, m, n / 2]``; scales the same
+    Shapes: nibbles uint8 ``[entries, n / 2]`` or ``[pages of the pool, m, n / 2]``; scales the same
         with ``n / block``; index ``[k]`` and pages, integers; result ``[k, n]``.
 
     Raises:
@@ -127,10 +123,8 @@ def gather(
 def relative_error(
     values: ArrayT, entry_format: str, *, scale_rule: str | None = None, global_scale: float = 1.0
 ) -> float:
-    """Return the relative root-mean-square error of quantizing values.
+    """Return the relative root-mean-square error of quantizing values, measured in float64.
 
-    0 for no values or only zeros; NaN if any value is NaN or infinite.
-
-    Cost: quantizes to a temporary buffer on the host, and measures in float64.
+    0 for no values or only zeros; NaN if any is NaN or infinite. Cost: a temporary buffer on the host.
     """
     return quantized.relative_error(values, _kernel(entry_format, scale_rule, global_scale))

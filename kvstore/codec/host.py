@@ -10,19 +10,14 @@ from numpy.typing import NDArray
 
 
 def is_tensor(array: object) -> bool:
-    """Return whether an object is a torch tensor, without importing torch.
-
-    While another thread imports torch, ``torch.Tensor`` may not exist yet.
-    """
+    """Return whether an object is a torch tensor, without importing torch."""
+    # While another thread imports torch, ``torch.Tensor`` may not exist yet.
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     return isinstance(kind, type) and isinstance(array, kind)
 
 
 def on_host(array: Any) -> NDArray[Any] | None:
-    """Return a NumPy array or a torch tensor as a host array, None for anything else.
-
-    Cost: none on the host, one copy for a tensor of another device.
-    """
+    """Return an array or tensor as a host array, None for others. Copies only from another device."""
     if flaw_of(array):
         return None
     if is_tensor(array):
@@ -44,10 +39,7 @@ def flaw_of(array: object) -> str:
 
 
 def host_bytes(buffer: Any) -> NDArray[np.uint8] | None:
-    """Return the bytes of an array, a tensor, bytes or a bytearray; None for anything else.
-
-    Cost: none for contiguous host memory, one copy otherwise.
-    """
+    """Return the bytes of an array, tensor or buffer; None for others. Copies all but contiguous host memory."""
     if isinstance(buffer, bytes | bytearray | memoryview):
         return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
     if flaw_of(buffer):

@@ -1,7 +1,6 @@
-"""Python calls of the C kernels, on addresses and strides of rows.
+"""Python calls of the C kernels, on addresses and strides of rows; return codes become exceptions.
 
-The only codec module that imports ``_kvstore_native`` and maps its return codes to exceptions.
-native/include/kvstore_native.h documents each call.
+The only codec module that imports ``_kvstore_native``. native/include/kvstore_native.h documents each call.
 """
 
 from __future__ import annotations
@@ -83,11 +82,7 @@ _MESSAGES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Address and stride of the rows of one buffer.
-
-    Units:
-        ``stride`` is the distance in bytes from one row to the next; it may be negative.
-    """
+    """Address and stride of the rows of one buffer. The stride is in bytes and may be negative."""
 
     address: int
     stride: int
@@ -115,8 +110,7 @@ def levels() -> tuple[str, ...]:
 def default_level() -> str:
     """Return the default level: the environment variable KVSTORE_LEVEL, else the highest supported.
 
-    Raises:
-        ConfigError: if KVSTORE_LEVEL names no level that this processor supports.
+    Raises ``ConfigError`` if KVSTORE_LEVEL names no level that this processor supports.
     """
     return choose_level(os.environ.get(LEVEL_VARIABLE, ""))
 
@@ -124,10 +118,8 @@ def default_level() -> str:
 def choose_level(name: str) -> str:
     """Return the level of that name, the highest for an empty one. Raises as :func:`default_level`."""
     if name and name not in levels():
-        raise ConfigError(
-            f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this "
-            "processor can run"
-        )
+        msg = f"{LEVEL_VARIABLE}={name}: expected one of {', '.join(levels())}, which this processor can run"
+        raise ConfigError(msg)
     return name or levels()[-1]
 
 
@@ -157,10 +149,7 @@ class PackResult:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Kernels of a format and a dtype, with their tables. Made by :func:`prepare`.
-
-    Threads: any number may use one at once.
-    """
+    """Kernels of a format and a dtype, with their tables. Made by :func:`prepare`. Threads: any."""
 
     _pointer: CData
     _memory: CData
@@ -183,10 +172,8 @@ class Prepared:
     ) -> PackResult:
         """Quantize rows, and return their counters and, if ``is_measured``, the error.
 
-        Raises:
-            ValueError: for any code but KVSTORE_OK; nothing was written.
-
-        Threads: the GIL is released; the buffers must stay alive and unshared until the return.
+        Raises ``ValueError`` for any code but KVSTORE_OK; nothing was written. The GIL is released; the
+        buffers must stay alive and unshared until the return.
         """
         stats = ffi.new("struct kvstore_pack_stats *")
         error = ffi.new("struct kvstore_pack_error *")
@@ -224,8 +211,8 @@ class Prepared:
     ) -> None:
         """Dequantize chosen entries. Raises and threads as :meth:`pack`.
 
-        ``pages`` are those of the pool and the entries of each; ``index`` is the address of
-        ``rows`` int64 numbers, ``table`` that of the page table and its length.
+        ``index`` is the address of ``rows`` int64 numbers, ``pages`` are the pages of the pool and the
+        entries of each, ``table`` is the address and the length of the page table.
         """
         entries = ffi.new(
             "struct kvstore_entries *",
@@ -257,10 +244,7 @@ def prepare(
 ) -> Prepared:
     """Return the kernels of a format, its rule and the dtype of its wide side.
 
-    Raises:
-        ValueError: for a rule, a global scale or a level that the kernel does not support.
-
-    Cost: milliseconds and 67 KB, the first time.
+    Raises ``ValueError`` for an unsupported rule, global scale or level. Cost: milliseconds and 67 KB once.
     """
     size = lib.kvstore_codec_bytes()
     memory = ffi.new(f"char[{size + _ALIGNMENT}]")
@@ -282,14 +266,9 @@ def prepare(
 _ALIGNMENT = 64
 
 SEGMENT_FIELDS = ("codec", "units", "rows", "row_values", "address", "stride")
-"""Columns of a table of segments: an int64 array whose rows are each a ``struct kvstore_segment``.
-
-An array, because creating objects takes longer than copying their bytes. ``codec`` is 0 or the
-address of a :class:`Prepared`.
-"""
-assert ffi.sizeof("struct kvstore_segment") == 8 * len(SEGMENT_FIELDS), (
-    "kvstore needs 64-bit addresses"
-)
+"""Columns of a table of segments: an int64 array whose rows are each a ``struct kvstore_segment``. Creating objects
+would cost more than copying their bytes. ``codec`` is 0 or the address of a :class:`Prepared`."""
+assert ffi.sizeof("struct kvstore_segment") == 8 * len(SEGMENT_FIELDS), "needs 64-bit addresses"
 
 
 class Part(NamedTuple):
@@ -308,16 +287,14 @@ def read_parts(
     segments: NDArray[np.int64],
     level: str | None = None,
 ) -> bool:
-    """Copy parts to their segments, each verified in the same pass; return whether all are intact.
+    """Copy parts to their segments, verified in the same pass; return whether all are intact.
 
-    ``sums`` are the expected checksums; ``segments`` is a table of ``SEGMENT_FIELDS``. It stops at the
-    first corrupt part: the segments of that part are undefined then, later ones unchanged.
-
-    Raises:
-        ValueError: for any code but KVSTORE_OK and KVSTORE_ERR_SUM.
+    ``sums`` are the expected checksums; ``segments`` is a table of ``SEGMENT_FIELDS``. The first corrupt
+    part ends the call: its segments are undefined, later ones unchanged. Raises ``ValueError`` for any
+    other code but KVSTORE_OK.
 
     Threads: the GIL is released; all memory must stay alive and unshared until the return.
-    Cost: one C call a part, about 1 us each, and one pass over the bytes.
+    Cost: one C call per part, about 1 us each, and one pass over the bytes.
     """
     start = ffi.from_buffer("uint8_t[]", memory)
     table = ffi.from_buffer("struct kvstore_segment[]", segments)
@@ -340,17 +317,11 @@ def read_parts(
 
 
 def write_parts(
-    memory: bytearray,
-    parts: Sequence[Part],
-    segments: NDArray[np.int64],
-    level: str | None = None,
+    memory: bytearray, parts: Sequence[Part], segments: NDArray[np.int64], level: str | None = None
 ) -> list[int]:
-    """Copy segments to their parts, each summed in the same pass; return the checksums.
+    """Copy segments to their parts; return the parts' checksums, computed in the same pass.
 
-    Raises:
-        ValueError: for any code but KVSTORE_OK.
-
-    Threads and cost as :func:`read_parts`.
+    Raises ``ValueError`` for any code but KVSTORE_OK. Threads and cost as :func:`read_parts`.
     """
     start = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
     table = ffi.from_buffer("struct kvstore_segment[]", segments)
@@ -358,10 +329,9 @@ def write_parts(
     found = ffi.new("uint64_t[]", len(parts))
     _check_parts(parts, len(start), len(table))
     for at, (begin, stop, first, last) in enumerate(parts):
+        segment, count = table + first, last - first
         _check(
-            lib.kvstore_write_part(
-                start + begin, stop - begin, table + first, last - first, number, found + at
-            )
+            lib.kvstore_write_part(start + begin, stop - begin, segment, count, number, found + at)
         )
     return list(found)
 
@@ -378,10 +348,7 @@ class FrameShape:
 
 
 class FrameReader:
-    """Reader of many frames into one target. See ``kvstore_read_frames``.
-
-    Threads: one call at a time.
-    """
+    """Reader of many frames into one target. See ``kvstore_read_frames``. Threads: one call at a time."""
 
     def __init__(
         self,
@@ -423,7 +390,7 @@ class FrameReader:
         self._block_tokens = shape.block_tokens
         self._blocks = blocks
         self._done = ffi.new("size_t *")
-        # The sum counts: the first frames are evicted from the cache before the last are written.
+        # Not per frame: the first frames leave the cache before the last are written.
         self._streamed = 0 if blocks * shape.frame_bytes >= STREAMED_BYTES else STREAMED_BYTES
 
     def read(
@@ -437,21 +404,15 @@ class FrameReader:
     ) -> int:
         """Read frames at ``offsets`` of a file; return the number of intact leading frames.
 
-        Shapes:
-            hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
-
-        Raises:
-            ValueError: for shapes that do not match, or blocks beyond the target.
-
-        Threads: the GIL is released.
+        Shapes: hashes ``[n + 1, 32]`` of parent and blocks, end to end; ids ``[n, block_tokens]``.
+        Raises ``ValueError`` for other shapes, or blocks beyond the target. The GIL is released.
         """
         count = len(offsets)
         if len(hashes) != 32 * (count + 1) or ids.size != count * self._block_tokens:
             raise ValueError(f"{len(hashes)} bytes of hashes and {ids.size} ids for {count} blocks")
         if not 0 <= first_block <= self._blocks - count:
-            raise ValueError(
-                f"there is room for {self._blocks} blocks, found {count} from {first_block} on"
-            )
+            msg = f"there is room for {self._blocks} blocks, found {count} from {first_block} on"
+            raise ValueError(msg)
         code = lib.kvstore_read_frames(
             self._frames,
             file,
@@ -479,11 +440,8 @@ def _check_parts(parts: Sequence[Part], size: int, rows: int) -> None:
 def xxh3_64(data: memoryview, level: str | None = None) -> int:
     """Return the XXH3 checksum of contiguous bytes. The GIL is released."""
     found = ffi.new("uint64_t *")
-    _check(
-        lib.kvstore_xxh3_64(
-            ffi.from_buffer("char[]", data), data.nbytes, LEVELS[level or default_level()], found
-        )
-    )
+    number = LEVELS[level or default_level()]
+    _check(lib.kvstore_xxh3_64(ffi.from_buffer("char[]", data), data.nbytes, number, found))
     return int(found[0])
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Codec(Protocol):
     """Encoder and decoder of entries: ``values`` numbers are ``entry_bytes`` bytes.
 
-    Results are of the same kind as the input: NumPy arrays, or tensors on the same device.
+    Results have the kind of the input: NumPy arrays, or tensors on the same device.
 
-    Threads: a codec keeps no state; any number of calls at a time.
+    Threads: any; a codec has no state.
     """
 
     @property
@@ -32,10 +32,9 @@ class Codec(Protocol):
     def encode(self, values: ArrayT, out: Array | None = None) -> ArrayT:
         """Return entries as bytes, or write them to ``out`` and return it.
 
-        Without ``out`` the result of a raw codec shares memory with ``values`` where possible.
+        Without ``out`` a raw codec returns a view of ``values`` where possible.
 
-        Shapes:
-            values ``[..., self.values]``; result uint8 ``[..., self.entry_bytes]``.
+        Shapes: values ``[..., self.values]``; result uint8 ``[..., self.entry_bytes]``.
 
         Raises:
             ValueError: for another shape, or a dtype that the format does not accept.
@@ -44,10 +43,9 @@ class Codec(Protocol):
     def decode(self, entries: ArrayT, dtype: DType = "bfloat16") -> ArrayT:
         """Return the numbers of entries, rounded once to ``dtype``.
 
-        The result of a raw codec shares memory with ``entries`` where possible if ``dtype`` is its own.
+        A raw codec returns a view of ``entries`` where possible if ``dtype`` is its own.
 
-        Shapes:
-            entries uint8 ``[..., self.entry_bytes]``; result ``[..., self.values]``.
+        Shapes: entries uint8 ``[..., self.entry_bytes]``; result ``[..., self.values]``.
 
         Raises:
             ValueError: for another shape or dtype of ``entries``, or an unknown ``dtype``.

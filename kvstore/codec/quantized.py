@@ -71,10 +71,7 @@ class PackStats:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Quantized format with its scale rule: converts rows of numbers to codes and scales, and back.
-
-    Invariants:
-        The rule is one of the format's.
+    """Quantized format with one of its scale rules: converts rows of numbers to codes and scales, and back.
 
     Threads: any; a kernel has no state.
     """
@@ -137,11 +134,7 @@ class QuantizedCodec(GroupCodec):
 def check_format(
     entry_format: str, scale_rule: str | None, formats: Mapping[str, int], family: str
 ) -> str:
-    """Return the scale rule to use: the one given, or the default of the format.
-
-    Raises:
-        ValueError: for a format that is not one of the family's, or a rule that is not the format's.
-    """
+    """Return the given scale rule, by default the format's first. Raises ``ValueError`` for unknown names."""
     if not isinstance(entry_format, str) or entry_format not in formats:
         known = ", ".join(formats)
         raise ValueError(f"unknown {family} format {brief(entry_format)}, expected one of {known}")
@@ -156,20 +149,15 @@ def check_format(
 def plane_shapes(leading: tuple[int, ...], values: int, entry_format: str) -> list[tuple[int, ...]]:
     """Return the shapes of codes and scales of rows of ``values`` values.
 
-    Raises:
-        ValueError: if the values do not fill blocks, or rows that have a scale have no values.
+    Raises ``ValueError`` if the values do not fill blocks, or rows with a scale have no values.
     """
     block = FORMATS[entry_format].scale_block
     if block == 0 and values == 0:
-        raise ValueError(
-            f"the last axis must hold at least one value, as {entry_format} stores a scale for "
-            "each row, found 0 values"
-        )
+        msg = f"the last axis must hold at least one value, as {entry_format} stores a scale for each row, found 0 values"
+        raise ValueError(msg)
     if block and values % block:
-        raise ValueError(
-            f"the last axis must be a multiple of the {entry_format} block of {block}, "
-            f"found {values} values"
-        )
+        msg = f"the last axis must be a multiple of the {entry_format} block of {block}, found {values} values"
+        raise ValueError(msg)
     return [(*leading, plane) for plane in FORMATS[entry_format].planes(values)]
 
 
@@ -199,7 +187,7 @@ def pack(
     names = [f"out {name}" for name in kernel.names]
     planes = out and (same_kind(out[0], names[0], values), same_kind(out[1], names[1], values))
     if is_remote(values):
-        # Quantization belongs to the write path, which ends in host memory anyway.
+        # Only the write path quantizes, and it ends in host memory.
         return _to_device(pack(values.cpu(), kernel, stats=stats), values.device, planes, names)
     source = host_view(values, "values", FLOATS)
     shapes = plane_shapes(source.data.shape[:-1], source.data.shape[-1], kernel.entry_format)
@@ -238,10 +226,7 @@ def unpack(
 ) -> ArrayT:
     """Dequantize to float32, float16 or bfloat16: the exact product, rounded once.
 
-    Raises:
-        ValueError: naming what was found and expected; nothing was written.
-
-    Cost: as :func:`pack`, but tensors of another device are decoded there.
+    Raises as :func:`pack`; tensors of another device are decoded there.
     """
     target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
@@ -272,10 +257,7 @@ def gather(
 ) -> ArrayT:
     """Dequantize chosen entries of an array, or of a pool of pages through a page table.
 
-    Raises:
-        ValueError: naming what was found and expected; nothing was written.
-
-    Cost: reads the chosen entries only. Tensors of another device are gathered there.
+    Raises as :func:`pack`. Reads the chosen entries only; tensors of another device are gathered there.
     """
     target_dtype = _float_name(dtype)
     scales = same_kind(scales, kernel.names[1], codes)
@@ -386,11 +368,7 @@ def _check_indices(
 def _unpacked_shape(
     codes: tuple[int, ...], scales: tuple[int, ...], kernel: Kernel
 ) -> tuple[int, ...]:
-    """Return the shape of the values in planes of these shapes.
-
-    Raises:
-        ValueError: if the shapes do not match.
-    """
+    """Return the shape of the values in planes of these shapes. Raises ``ValueError`` for a mismatch."""
     values = codes[-1] * 8 // FORMATS[kernel.entry_format].value_bits
     expected = plane_shapes(codes[:-1], values, kernel.entry_format)[1]
     if scales != expected:
@@ -402,12 +380,7 @@ def _unpacked_shape(
 
 
 def relative_error(values: ArrayT, kernel: Kernel) -> float:
-    """Return the relative root-mean-square error of quantizing values.
-
-    0 for no values or only zeros; NaN if any value is NaN or infinite.
-
-    Cost: quantizes to a temporary buffer, and measures.
-    """
+    """Return the relative root-mean-square error of quantizing values, as :attr:`PackStats.relative_error`."""
     stats = PackStats(is_measured=True)
     pack(values, kernel, stats=stats)
     return stats.relative_error
@@ -438,11 +411,7 @@ def _to_device(
 
 
 def _check_remote(
-    tensor: torch.Tensor,
-    role: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    tensor: torch.Tensor, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     if not is_tensor(tensor):
         raise ValueError(f"{role} must be a torch tensor, found {type(tensor).__name__}")
@@ -453,10 +422,7 @@ def _check_remote(
 
 
 def _unpack_remote(
-    planes: tuple[torch.Tensor, torch.Tensor],
-    kernel: Kernel,
-    dtype: str,
-    out: torch.Tensor | None,
+    planes: tuple[torch.Tensor, torch.Tensor], kernel: Kernel, dtype: str, out: torch.Tensor | None
 ) -> torch.Tensor:
     from kvstore.codec import torch_decode
 

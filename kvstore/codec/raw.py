@@ -50,9 +50,8 @@ class RawCodec(GroupCodec):
         target = same_kind(out, "out", entries)
         _check(target, "out", "uint8", self.entry_bytes)
         if target.shape != entries.shape:
-            raise ValueError(
-                f"out must have shape {list(entries.shape)}, found {list(target.shape)}"
-            )
+            msg = f"out must have shape {list(entries.shape)}, found {list(target.shape)}"
+            raise ValueError(msg)
         target[...] = entries
         return target
 
@@ -62,9 +61,8 @@ class RawCodec(GroupCodec):
         target = dtype_name(dtype)
         if (self.dtype == "uint8") != (target == "uint8"):
             expected = "uint8" if self.dtype == "uint8" else " or ".join(FLOATS)
-            raise ValueError(
-                f"{self.group.entry_format} entries decode to {expected}, found dtype {target}"
-            )
+            msg = f"{self.group.entry_format} entries decode to {expected}, found dtype {target}"
+            raise ValueError(msg)
         return _convert(_reinterpret(entries, self.dtype), self.dtype, target)
 
 

@@ -1,9 +1,8 @@
 """Dequantization with torch operations, for tensors in memory that the host cannot read.
 
-The only codec module that imports torch, so it is imported at first use. If scales are bytes, it
-looks values up in a table of all pairs of scale byte and code byte that the C kernel made. If scales
-are floats, it computes the exact product in float64 and rounds once. The bits equal those of the
-host on any device.
+The only codec module that imports torch; callers import it at first use. Byte scales: lookup in a table
+that the C kernel makes, of all pairs of scale byte and code byte. Float scales: the exact product in
+float64, rounded once. The bits equal those of the host on any device.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ def unpack(
 ) -> torch.Tensor:
     """Dequantize FP4 on the device of its tensors, which the caller has checked.
 
-    Shapes:
-        nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
-
+    Shapes: nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
     Cost: a table of 65,536 pairs per format and dtype, made once per device; temporarily 4 bytes of
         index per nibble byte.
     """
@@ -51,16 +48,8 @@ def _pairs(
     # Row s has each nibble byte once; all of its blocks have the scale byte s.
     nibbles = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8), 256 // block_bytes).reshape(256, -1)
-    table = torch.empty(256 * 256, 2, dtype=DTYPES[dtype])
-    rule = native.UNPACKING_RULES[entry_format]
-    native.prepare(entry_format, rule, dtype, global_scale, native.default_level()).unpack(
-        native.Rows(nibbles.ctypes.data, nibbles.strides[0]),
-        native.Rows(scales.ctypes.data, scales.strides[0]),
-        native.Rows(table.data_ptr(), 512 * table.element_size()),
-        rows=256,
-        row_values=512,
-    )
-    return table.to(device)
+    values = _decoded(nibbles, scales, entry_format, dtype, 512, global_scale)
+    return values.reshape(-1, 2).to(device)
 
 
 def unpack_fp8(
@@ -68,10 +57,8 @@ def unpack_fp8(
 ) -> torch.Tensor:
     """Dequantize FP8 on the device of its tensors, which the caller has checked.
 
-    Shapes:
-        codes uint8 ``[..., n]``; scales uint8 ``[..., n / 32]`` or ``[..., 4]``; result
-        ``[..., n]``.
-
+    Shapes: codes uint8 ``[..., n]``; scales uint8 ``[..., n / 32]`` or ``[..., 4]``;
+        result ``[..., n]``.
     Cost: a table per dtype, made once per device: 65,536 values for ``mxfp8``, 256 for ``fp8``.
         Temporarily 4 bytes of index a value; for ``fp8`` also about 30 bytes of wider numbers.
     """
@@ -93,7 +80,7 @@ def _mxfp8_values(dtype: str, device: torch.device) -> torch.Tensor:
     block = FORMATS["mxfp8"].scale_block
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8), 256 // block).reshape(256, -1)
-    return _decoded(codes, scales, "mxfp8", dtype).flatten().to(device)
+    return _decoded(codes, scales, "mxfp8", dtype, 256).flatten().to(device)
 
 
 @functools.lru_cache(maxsize=32)
@@ -101,21 +88,26 @@ def _e4m3_values(device: torch.device) -> torch.Tensor:
     """Values of the codes, as float64."""
     codes = np.arange(256, dtype=np.uint8)[None]
     one = np.array([[0, 0, 0x80, 0x3F]], np.uint8)  # 1 as a little-endian float32
-    return _decoded(codes, one, "fp8", "float32").flatten().to(torch.float64).to(device)
+    return _decoded(codes, one, "fp8", "float32", 256).flatten().to(torch.float64).to(device)
 
 
 def _decoded(
-    codes: NDArray[np.uint8], scales: NDArray[np.uint8], entry_format: str, dtype: str
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    entry_format: str,
+    dtype: str,
+    row_values: int,
+    global_scale: float = 1.0,
 ) -> torch.Tensor:
     """Return rows of codes dequantized by the C kernel."""
-    table = torch.empty(codes.shape, dtype=DTYPES[dtype])
+    table = torch.empty((len(codes), row_values), dtype=DTYPES[dtype])
     rule = native.UNPACKING_RULES[entry_format]
-    native.prepare(entry_format, rule, dtype, 1.0, native.default_level()).unpack(
+    native.prepare(entry_format, rule, dtype, global_scale, native.default_level()).unpack(
         native.Rows(codes.ctypes.data, codes.strides[0]),
         native.Rows(scales.ctypes.data, scales.strides[0]),
         native.Rows(table.data_ptr(), table.stride(0) * table.element_size()),
-        rows=codes.shape[0],
-        row_values=codes.shape[1],
+        rows=len(codes),
+        row_values=row_values,
     )
     return table
 
@@ -124,9 +116,8 @@ def _narrow(exact: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return float64 rounded once to ``dtype``, ties to even; every NaN is the quiet one."""
     wide = exact.to(torch.float32)
     if dtype != "float32":
-        # torch converts float64 to 16 bits through float32, which rounds twice. A float32 that is
-        # rounded to odd keeps the side of a tie on which the exact value is: an inexact even
-        # number is replaced by the odd neighbour on the other side of the exact value.
+        # torch converts float64 to 16 bits through float32, which rounds twice. Rounding to odd avoids
+        # that: an inexact even float32 is replaced by its odd neighbour beyond the exact value.
         bits = wide.view(torch.int32)
         back = wide.to(torch.float64)
         is_even = (exact != back) & (bits & 1 == 0) & exact.isfinite()

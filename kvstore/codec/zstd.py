@@ -1,7 +1,7 @@
 """Lossless compression of floats: zstd of the highest byte of each number, the other bytes stored raw.
 
-Sign and exponent of KV floats take few values, so a Huffman code more than halves them; the low bytes
-are incompressible noise. docs/format.md, section 4.2, is normative for the bytes.
+A Huffman code more than halves signs and exponents of KV floats; the low bytes are incompressible noise.
+docs/format.md, section 4.2, is normative for the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.codec import native
 
 LEAST_SAVED = 4096
-"""Fewest bytes that compression must save: one page of the file, else reading slows for nothing."""
+"""Fewest bytes that compression must save: one page of the file; less would only slow down reading."""
 _WINDOW_LOG = 17
 """Log2 of the zstd window, 128 KiB (one zstd block): the largest written and the largest accepted."""
 HUFFMAN = zstandard.ZstdCompressionParameters(
@@ -31,7 +31,7 @@ HUFFMAN = zstandard.ZstdCompressionParameters(
     min_match=7,
     target_length=0,
 )
-"""zstd with minimal match search: exponents do not repeat, so only the Huffman code compresses. 2.5 times
+"""zstd with minimal match search, as exponents do not repeat and only the Huffman code compresses: 2.5 times
 as fast as level 1, with a smaller result. docs/decisions/0024."""
 _SUM = struct.Struct("<Q")
 
@@ -60,9 +60,7 @@ class TopBytes:
     """Compressor of the highest bytes of the numbers in frames of one layout.
 
     A frame is a head up to ``start``, then the ranges. A compressed frame is the head, a checksum of the
-    rest, the raw bytes of the ranges, and their highest bytes as one zstd frame.
-
-    Threads: any.
+    rest, the raw bytes of the ranges, and their highest bytes as one zstd frame. Threads: any.
     """
 
     def __init__(self, start: int, ranges: Iterable[Range]) -> None:
@@ -104,14 +102,12 @@ class TopBytes:
         return found
 
     def decompress(self, stored: memoryview) -> memoryview | None:
-        """Return the decompressed frame, None if the bytes are corrupt.
+        """Return the decompressed frame, valid until the thread's next call; None if the bytes are corrupt.
 
-        The checksum is verified first; memory is bounded by a frame and a zstd window, whatever the
-        bytes claim. The frame is valid until the thread's next call.
+        The checksum is verified first. Memory is bounded by a frame and a zstd window for any input.
         """
-        if len(stored) < self._tops_at:
-            return None
-        if _SUM.unpack_from(stored, self._start)[0] != self._sum(stored):
+        is_long = len(stored) >= self._tops_at
+        if not is_long or _SUM.unpack_from(stored, self._start)[0] != self._sum(stored):
             return None
         buffers, source = self._buffers, np.frombuffer(stored, np.uint8)
         try:

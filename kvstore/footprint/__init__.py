@@ -1,5 +1,5 @@
-"""Bytes of a model's cache: predicted from its layout, and measured on stored blocks.
+"""Sizes of models' caches: predicted from layouts, and measured on stored blocks.
 
-Start with ``report`` (the table of several models), then ``cost`` (bytes of one). Imports ``layout`` and
+Start with ``cost`` (predicted bytes), then ``report`` (tables of several models). Imports ``layout`` and
 ``output``, and ``cache`` to measure; called by ``cli``.
 """

@@ -1,7 +1,7 @@
 """Bytes per token, turn and context, and the savings of one model over another. Pure arithmetic.
 
-Device and SSD hold a model's global KV for each token. Window KV is needed as one snapshot at a time:
-this store never persists it; a store that does writes two snapshots per turn.
+Device and SSD store the global KV of each token. kvstore never persists window KV; a store that does
+writes two snapshots per turn.
 """
 
 from __future__ import annotations
@@ -16,25 +16,21 @@ from kvstore.layout import LayerGroup, Layout
 from kvstore.output.sizes import size_text
 
 SNAPSHOTS_PER_TURN = 2
-"""Window snapshots that DeepSeek-V4 persisted per turn: at the end of the prompt and of the output.
-
-Source: technical report of DeepSeek-V4.1-Flash, section 3.2.1.
-"""
+"""Window snapshots that DeepSeek-V4 persisted per turn: at the end of the prompt and of the output. Source:
+technical report of DeepSeek-V4.1-Flash, section 3.2.1."""
 PUBLISHED_SAVING = Fraction(7, 8)
 """Saving of V4.1 over V4 in persistent bytes: 1 - 1/4 (global KV) x 1/2 (no windows). Source: the same."""
 TURN_TOKENS = 2048
 """Default number of new tokens of a turn, prompt and output: about what the published saving implies."""
 PREFILL_TOKENS_PER_SECOND = 18_000.0
-"""Default prefill speed: DeepSeek-V4.1-Flash in vLLM on 8 H100.
-
-Source: a public serving baseline of September 2026: 18,114 tokens/s for one prompt of 65,536 tokens.
-"""
+"""Default prefill speed: DeepSeek-V4.1-Flash in vLLM on 8 H100. Source: a public serving baseline of September
+2026: 18,114 tokens/s for one prompt of 65,536 tokens."""
 MEASURED_BLOCKS = 1000
-"""Blocks written for a measurement: the fixed cost of a store is then 1/1000 per block."""
+"""Blocks written for a measurement: each has 1/1000 of the fixed cost of a store."""
 MEASURED_BYTES = 1 << 27
 """Most payload written per model, unless one block is larger: a second of an SSD."""
 _MOST_BLOCK_BYTES = 1 << 29
-"""Largest block that is written: memory holds a few copies of it."""
+"""Largest block that is written: a few copies are in memory."""
 BLOCK_TOKENS = 128
 """Tokens of a block, as in ``PrefixCache.open``."""
 _MOST = 1 << 50
@@ -43,11 +39,7 @@ _MOST = 1 << 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Options of a comparison.
-
-    Raises:
-        ConfigError: if a number is not positive, or at least 2**50.
-    """
+    """Options of a comparison. Raises ``ConfigError`` for numbers that are not in (0, 2**50)."""
 
     block_tokens: int = BLOCK_TOKENS
     turn_tokens: int = TURN_TOKENS
@@ -87,7 +79,7 @@ def persistent_bytes(layout: Layout, turn_tokens: int | Fraction) -> Fraction:
 
 
 def even_turn(layout: Layout) -> Fraction:
-    """Return the tokens of a turn whose snapshots take as many bytes as its global KV; 0 without windows."""
+    """Return the tokens of a turn whose snapshots are as large as its global KV; 0 without windows."""
     return SNAPSHOTS_PER_TURN * layout.window_bytes / layout.bytes_per_token
 
 
@@ -96,7 +88,7 @@ def saving_turn(
 ) -> Fraction | None:
     """Return the longest turn at which ``first`` without windows saves this share of ``other`` with them.
 
-    None if the saving holds for every turn, or for none.
+    None if every turn has this saving, or none.
     """
     # Solves first = (1 - saving) * (other + 2 * window / turn) for the turn.
     rest = first.bytes_per_token / (1 - saving) - other.bytes_per_token
@@ -125,8 +117,7 @@ def blocks_to_measure(layout: Layout, block_tokens: int) -> int:
 def compare(models: Sequence[tuple[str, Layout]], question: Question) -> dict[str, Any]:
     """Return the costs of each model, and the savings of the first over it, as JSON values.
 
-    Raises:
-        ConfigError: if a model cannot have blocks of this size.
+    Raises ``ConfigError`` if a model cannot have blocks of this size.
     """
     for label, layout in models:
         question.check(label, layout)
@@ -189,5 +180,5 @@ def _context(layout: Layout, tokens: int, block_tokens: int) -> Mapping[str, int
 
 
 def number(value: Fraction) -> int | float:
-    """Return an integer if the value is one."""
+    """Return a fraction as a JSON number, an integer if it is one."""
     return value.numerator if value.denominator == 1 else float(value)

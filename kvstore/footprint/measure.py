@@ -1,7 +1,4 @@
-"""Measured bytes per token on disk: random blocks are stored, and the pages of the SSD tier counted.
-
-Measurement and prediction share no formula.
-"""
+"""Measured bytes per token on SSD: stores random blocks and counts pages. Shares no formula with ``cost``."""
 
 from __future__ import annotations
 
@@ -59,10 +56,8 @@ def measure(
 ) -> Measured:
     """Write blocks to a store in a temporary directory, flush, and count its pages.
 
-    Raises:
-        StoreError: if the directory cannot hold them.
-
-    Cost: ``blocks`` blocks of payload on disk; a few copies of one block, or of 16 MiB, in memory.
+    Raises ``StoreError`` if the directory has no room. Cost: the payload on disk; a few copies of one
+    block, or of 16 MiB, in memory.
     """
     block_bytes = math.ceil(layout.bytes_per_token * block_tokens)
     rng = np.random.default_rng(_SEED)
@@ -99,7 +94,7 @@ def measure(
         cache.flush()
         ssd = cache.stats()["tiers"]["ssd"]
         if ssd["blocks"] != blocks:
-            msg = f"{ssd['blocks']} of {blocks} blocks are in the store in {folder}; is its disk full?"
+            msg = f"the store in {folder} has {ssd['blocks']} of {blocks} blocks; is its disk full?"
             raise StoreError(msg)
     progress(blocks, blocks)
     return Measured(

@@ -1,4 +1,4 @@
-"""Tables of 80 columns, notes and a chart of a comparison."""
+"""Tables of at most 80 columns, notes and a chart of a comparison."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tables(found: Mapping[str, Any], *, with_groups: bool) -> Iterator[Table]:
 
 
 def shown(label: str) -> str:
-    """Return a label for a table: of a path the distinguishing part, shortened if too long."""
+    """Return a label for a table, shortened; of a path only the distinguishing part."""
     path = PurePath(label)
     if path.name == "config.json" and path.parent.name:
         label = path.parent.name
@@ -64,7 +64,7 @@ def shown(label: str) -> str:
 def _table(
     rows: Iterable[Model], columns: Mapping[str, Callable[[Any], str]], *notes: str
 ) -> Table:
-    """Return a table from a function per column, with notes below it."""
+    """Return a table of one function per column, with notes."""
     cells = tuple(tuple(cell(row) for cell in columns.values()) for row in rows)
     return Table(tuple(columns), cells, _noted(*notes))
 
@@ -129,13 +129,13 @@ def _turns(found: Mapping[str, Any], *, with_even: bool) -> Table:
 
 
 def _even(model: Model) -> str:
-    """Return the turn at which a model's windows take as many bytes as its global KV, and the saving there."""
+    """Return a note on the turn whose windows are as large as its global KV, and the saving there."""
     text = (
-        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows take as many bytes as the global KV of "
+        f"{shown(model['model'])}: {SNAPSHOTS_PER_TURN} windows have as many bytes as the global KV of "
         f"{model['even_turn_tokens']:,.0f} tokens"
     )
     saved = model["first_saves"]["hbm"]
-    # Bytes per token are there twice the global ones, so the remaining share halves.
+    # Bytes per token are twice the global ones there, so the remaining share halves.
     return f"{text}; at that T, SSD is {_change((1 + saved) / 2)}." if saved > 0 else f"{text}."
 
 

@@ -1,7 +1,7 @@
 """Layouts: layer groups of a model's cache, with their entry formats and lifetimes.
 
-Imports ``identity``, ``checks`` and ``errors``; imported by ``codec``, ``frame`` and all above. Start with
-``values``; ``source`` makes layouts of configs by the rules in ``models``.
+Start with ``values``; ``source`` makes layouts of configs by the rules in ``models``. Imports ``identity``,
+``checks`` and ``errors``; imported by ``codec``, ``frame`` and all above.
 """
 
 from kvstore.layout.source import from_config, layout

@@ -1,7 +1,6 @@
 """Bounded replay: values that a cache and an engine exchange to rebuild missing window KV.
 
-A hit on global KV does not need stored windows. If the window is missing, the engine runs the last
-W tokens of the hit again and returns their window rows.
+If the window of a hit is missing, the engine runs its last W tokens again and returns their window rows.
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ from kvstore.identity.block import ImageSpan
 class WindowSnapshot:
     """Window KV of one sequence for tokens ``[start, stop)``.
 
-    Shapes:
-        ``rows[group]`` is uint8 ``[len(group.layers), (stop - start) // tokens_per_entry, entry_bytes]``
-        for every WINDOW group of the layout.
-
-    Invariants:
-        ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window pool, which
-        knows the layout, checks both.
+    Shapes: ``rows[group]`` of every WINDOW group is uint8
+        ``[len(group.layers), (stop - start) // tokens_per_entry, entry_bytes]``.
+    Invariants: ``stop`` is a block boundary and ``start <= max(0, stop - (W - 1))``; the window
+        pool checks both.
     """
 
     start: int
@@ -37,7 +33,7 @@ class WindowSnapshot:
     """``"pool"`` if read from the window pool, ``"replay"`` if rebuilt by a hook."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for bounds that are no integers; widen narrow ones, which overflow."""
+        """Raise ``ValueError`` for bounds that are no integers; widen narrow ones against overflow."""
         for name in ("start", "stop"):
             bound = integer(getattr(self, name), f"{name} of a window snapshot", None)
             object.__setattr__(self, name, bound)
@@ -71,6 +67,5 @@ class ReplayHook(Protocol):
     def __call__(self, requests: list[ReplayRequest], /) -> Sequence[WindowSnapshot]:
         """Return one snapshot per request, in order, each covering ``[start, stop)``.
 
-        Called in the thread that requested the window, without locks. Its exceptions reach that
-        caller unchanged.
+        Called in the thread that requested the window, without locks; its exceptions reach that caller.
         """

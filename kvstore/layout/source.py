@@ -21,14 +21,13 @@ def layout(source: str | Path | Mapping[str, Any], *, dtype: Dtype = None) -> La
     """Return the layout of a model.
 
     ``source`` is a preset's name, the path of a Hugging Face ``config.json`` or of its folder, or such
-    a config as a mapping. A ``hf_quant_config.json`` beside a config.json is read
-    with it. ``dtype`` overrides the entry format of keys and values: one name for both, or one per
-    group as ``{"k": "bf16", "v": "nvfp4"}``. Windows keep the model's own dtype unless the mapping
-    names ``k_window`` and ``v_window`` as well. A model of latent attention has one group,
-    ``latent``; DeepSeek V3.2, V4 and V4.1 have formats of their own.
+    a config as a mapping. A ``hf_quant_config.json`` beside a config.json is read with it.
 
-    Without ``dtype``, the format is that of the config's cache (``kv_cache_scheme``,
-    ``kv_cache_quant_algo``), else the model's dtype.
+    ``dtype`` is the entry format of keys and values: one name for both, or one per group as
+    ``{"k": "bf16", "v": "nvfp4"}``. Default: the format of the config's cache (``kv_cache_scheme``,
+    ``kv_cache_quant_algo``), else the model's dtype. Windows have the model's dtype unless the mapping
+    names ``k_window`` and ``v_window``. Latent attention has one group, ``latent``; the formats of
+    DeepSeek V3.2, V4 and V4.1 are fixed.
 
     Raises:
         ConfigError: for an unknown preset, a missing or unreadable file, or an unsupported model.
@@ -69,7 +68,7 @@ def _named(source: object) -> Iterator[None]:
 
 
 _MOST_CONFIG_BYTES = 1 << 24
-"""Largest accepted config, hundreds of times any public one: weights are refused at once."""
+"""Largest accepted config, hundreds of times any public one; refuses weights at once."""
 
 
 def _is_file(path: Path) -> bool:
@@ -93,15 +92,12 @@ def _config_path(source: str | Path) -> Path:
     elif exists:
         msg = f"{brief(str(path))} is no regular file, expected a config.json"
     else:
-        msg = (
-            f"{brief(str(source))} is neither a preset ({', '.join(PRESETS)}) nor the path of a "
-            f"config.json{_near(source)}"
-        )
+        msg = f"{brief(str(source))} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json{_near(source)}"
     raise ConfigError(msg)
 
 
 def _near(source: object) -> str:
-    """Return a question with the presets closest to an unknown name, empty if there are none."""
+    """Return a hint with the presets closest to an unknown name, empty if there are none."""
     name = str(source)[:MOST_SHOWN].lower().rsplit("/", 1)[-1]
     near = [preset for preset in PRESETS if name and (name in preset or preset in name)]
     near = near or difflib.get_close_matches(name, PRESETS)
@@ -133,6 +129,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         left = dict(pairs)
         twice = next(name for name, _ in pairs if left.pop(name, _object) is _object)
-        msg = f"the name {brief(twice)} stands twice in one JSON object, expected it once"
+        msg = f"the name {brief(twice)} occurs twice in one JSON object, expected it once"
         raise ConfigError(msg)
     return found

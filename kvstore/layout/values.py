@@ -15,12 +15,12 @@ from kvstore.errors import ConfigError, brief
 
 
 class Lifetime(StrEnum):
-    """Lifetime of a group's entries, which decides the tiers that keep them."""
+    """Lifetime of a group's entries: it determines the tiers that store them."""
 
     GLOBAL = "GLOBAL"
-    """Read by all later tokens: kept for days, in device pages and on SSD."""
+    """Read by all later tokens; stored for days, in device pages and on SSD."""
     WINDOW = "WINDOW"
-    """Read by the next W tokens only: kept for minutes, in the host window pool."""
+    """Read by the next W tokens only; stored for minutes, in the host window pool."""
     TRANSIENT = "TRANSIENT"
     """Not stored; only the footprint counts it."""
 
@@ -124,9 +124,8 @@ def _groups(value: object, owner: str) -> tuple[LayerGroup, ...]:
 class LayerGroup:
     """Layers that cache entries of one format.
 
-    Invariants:
-        ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule`` belongs to
-        ``entry_format``.
+    Invariants: ``layers`` are distinct and ascending; every count is at least 1; ``scale_rule``
+        belongs to ``entry_format``.
     """
 
     name: str
@@ -179,9 +178,8 @@ class LayerGroup:
 class Layout:
     """Layer groups of a model's cache.
 
-    Invariants:
-        At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive exactly
-        when there are WINDOW groups.
+    Invariants: At least one GLOBAL group; group names are distinct; ``window_tokens`` is positive
+        exactly when there are WINDOW groups.
     """
 
     model: str

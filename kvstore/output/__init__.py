@@ -1,4 +1,4 @@
-"""Output for people: SVG charts, HTML pages, files that appear whole or not at all, sizes and units.
+"""Output: SVG charts, HTML pages, atomically written files, sizes and units.
 
-Imports only ``errors`` and ``checks``, so any package may use it.
+Imports only ``errors`` and ``checks``; any package may use it.
 """

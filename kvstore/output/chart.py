@@ -1,4 +1,4 @@
-"""Charts as SVG: points with error bars, lines, and bars."""
+"""SVG charts: points with error bars, lines and bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 190, 40, 50
 NAMES, LABELS, ROW = 170, 130, 26
 """Bar charts: width of names at the left and of labels at the right, and height of a row."""
 CROWDED = 40
-"""A label is left of its point if the next point to the right is closer than this."""
+"""Distance to the next point to the right below which a label is left of its point."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 """Distinguishable by colour-blind readers. Source: the palette of Okabe and Ito."""
 INK, PAPER, GRID = "#222", "#fff", "#e4e4e4"
@@ -137,13 +137,10 @@ def chart(
     frame: Frame = ALONE,
     description: str = "",
 ) -> str:
-    """Return an SVG file. Values on a logarithmic axis are positive.
+    """Return an SVG file. Raises ``ValueError`` without points. Values on a logarithmic axis are positive.
 
     ``description`` is the text alternative of the chart. A page may set the colours of texts, of classes
     ``mark`` and ``grid``, and of ``series-0``, ``series-1``, ...
-
-    Raises:
-        ValueError: without any point.
     """
     points = [point for one in series for point in one.points]
     if not points:
@@ -170,7 +167,7 @@ def chart(
         )
         body.append(_text(left + 4, level_y - 5, mark.name, halo))
     for number, one in enumerate(series):
-        # Labels of every other series are below their points, so that labels of two rarely overlap.
+        # Labels of every other series are below their points, so they rarely overlap.
         body += _series(one, number, across, up, label_drop=14 if number % 2 else -6)
     if not frame.is_inline:
         body.append(_text(left, 22, title, "font-weight='bold'"))
@@ -181,8 +178,7 @@ def chart(
 def bars(rows: Sequence[Bar], *, title: str, x_label: str) -> str:
     """Return an SVG file with one bar per row, on a logarithmic scale.
 
-    Raises:
-        ValueError: without rows, or for a value that is not positive.
+    Raises ``ValueError`` without rows, or for a value that is not positive.
     """
     if not rows or min(row.value for row in rows) <= 0:
         msg = f"bars on a logarithmic scale need positive values, found {[r.value for r in rows]}"
@@ -324,7 +320,7 @@ def _dot(x: float, y: float) -> str:
 
 
 def _dash(series: Series, number: int) -> str:
-    """Return the dash style of a line: dashed on request, or if its colour is used twice."""
+    """Return the dash style of a line: dashed on request, or if its colour is used again."""
     return "stroke-dasharray='6 4'" if series.is_dashed or number >= len(COLOURS) else ""
 
 

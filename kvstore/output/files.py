@@ -16,13 +16,10 @@ PRIVATE, PUBLIC = 0o600, 0o666
 
 @contextmanager
 def written(file: Path, mode: int = PRIVATE) -> Iterator[IO[bytes]]:
-    """Give a stream whose bytes replace ``file``, synced, when the block ends without an error.
+    """Yield a stream whose bytes replace ``file``, synced, when the block ends without an error.
 
-    Until then they are in ``<name>.partial`` beside it, and an existing file stays unchanged. The target
-    of a link is replaced, and the link stays. A pipe or a device gets the bytes as they are written.
-
-    Raises:
-        StoreError: if it cannot be written.
+    Until then they are in ``<name>.partial`` beside it. The target of a link is replaced, and the link
+    stays. Pipes and devices are written directly. Raises ``StoreError`` if ``file`` cannot be written.
     """
     target = file.resolve()
     if target.exists() and not target.is_file():

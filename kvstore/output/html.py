@@ -1,4 +1,4 @@
-"""HTML pages as text: content is escaped, and a page loads nothing from elsewhere."""
+"""HTML pages: content is escaped, and a page loads no other resource."""
 
 from __future__ import annotations
 
@@ -91,10 +91,7 @@ def joined(content: Iterable[str]) -> Markup:
 def table(
     caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], class_: str = "numbers"
 ) -> Markup:
-    """Return a table that scrolls in its own box if it is too wide.
-
-    The first cell of a row is its header.
-    """
+    """Return a table, scrollable if it is too wide. The first cell of a row is its header."""
     head = element("tr", *(element("th", cell, scope="col") for cell in header))
     body = [
         element("tr", element("th", first, scope="row"), *(element("td", each) for each in rest))
@@ -107,7 +104,7 @@ def table(
         element("tbody", *body),
         class_=class_,
     )
-    # A tab stop makes it scrollable without a mouse.
+    # With a tab stop it is scrollable by keyboard.
     return element("div", inside, class_="scroll", role="region", tabindex="0", aria_label=caption)
 
 

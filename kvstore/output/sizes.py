@@ -1,7 +1,4 @@
-"""Parsers and the formatter of sizes, shares, rates and times.
-
-Every size may have a decimal unit (kB, MB, GB, TB) or a binary one (KiB, MiB, GiB, TiB).
-"""
+"""Parsers and formatter of sizes, shares, rates and times. Units are decimal (kB to TB) or binary (KiB to TiB)."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ def size_bytes(size: object, option: str, expected: str = "") -> int:
 
 
 def size_or_share(size: object, option: str, whole: int, name: str) -> int:
-    """Return a size in bytes, or a percentage of ``whole``, which is called ``name`` in errors.
-
-    Raises ``ConfigError``.
-    """
+    """Return a size in bytes, or a percentage of ``whole``, ``name`` in errors. Raises ``ConfigError``."""
     value, unit = _quantity(size)
     if unit != "%":
         return size_bytes(size, option, f" or a share of {name} such as '50%'")
@@ -80,10 +74,8 @@ class Size:
 def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None) -> Size:
     """Return a size given as a share (``5%``), in blocks (``20000b``) or in bytes (``64GiB``).
 
-    A share f is floor(f * distinct blocks), computed exactly.
-
-    Raises:
-        ValueError: for any other text, or for bytes where ``block_bytes`` is None.
+    A share f is floor(f * distinct blocks), computed exactly. Raises ``ValueError`` for any other
+    text, or for bytes where ``block_bytes`` is None.
     """
     value, unit = _quantity(text)
     if not unit or unit not in {*_BYTES, "%", "b"} or value >= _MOST_NUMBER:
@@ -134,5 +126,5 @@ def size_text(size: float, digits: int = 3) -> str:
 
 
 def _short(text: str) -> str:
-    """Return text for an error, its middle left out if it is long."""
+    """Return text for an error, without its middle if it is long."""
     return repr(text if len(text) <= 40 else f"{text[:30]}...{text[-7:]}")

@@ -1,4 +1,4 @@
-"""Costs: bytes of a cached token, compute time of a token, and times to first token."""
+"""Costs: bytes and compute time per token, and times to first token."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class ModelBytes:
 def bytes_of_model(name: str) -> ModelBytes:
     """Return the bytes of a model, given as a preset's name or the path of a Hugging Face config.
 
-    Raises:
-        ConfigError: for an unknown name, or a model whose cache has no layout.
+    Raises ``ConfigError`` for an unknown name, or an unsupported model.
     """
     found = layout(name)
     window = sum((group.bytes_per_token for group in found.window_groups), Fraction(0))
@@ -91,8 +90,8 @@ def first_token_seconds(
     """Return each request's time to first token, and the tokens that it loads, [requests].
 
     ``served`` are the blocks that each request hits in each tier, [requests, tiers], in prefix order. A
-    request loads from the first tiers in order as far as that makes it faster, and computes the rest.
-    Only prefill and loading count: one speed, no queue.
+    request loads from the tiers in order while that is faster, and computes the rest. Only prefill and
+    loading count: one speed, no queue.
     """
     tokens = trace.input_tokens
     loaded = np.zeros(len(trace), np.int64)

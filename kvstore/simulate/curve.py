@@ -1,9 +1,8 @@
 """Exact LRU curve: the hits at every size, from one pass over a trace.
 
-Leaf-first LRU keeps the most recently used blocks, and of one request the shallower ones first. So a
-cache of C blocks holds a block if fewer than C come before it: those used since, and those of the same
-last use above it. All blocks of a link have the same last use and are consecutive, so one number per
-link, the blocks used since, gives its hits at every size.
+Leaf-first LRU keeps the most recently used blocks, of one request the shallower ones first. A cache of C
+blocks therefore holds a block if fewer than C precede it: those used since, and those of the same last
+use above it. One number per link, the blocks used since, determines its hits at every size.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Curve:
     def points(self, first: int = 0) -> tuple[Ints, Ints]:
         """Return the sizes where the curve bends, in blocks, and the blocks hit at each.
 
-        Requests from ``first`` on are counted. The curve is linear between two sizes, and constant from
-        the last one on.
+        Requests from ``first`` on are counted. The curve is linear between sizes, and constant after the last.
         """
         counted = self.links.later >= first
         start = self.before[counted]
@@ -73,8 +71,7 @@ def lru_curve(links: Links, chain_blocks: Ints) -> Curve:
                 older += tree[node]
                 node &= node - 1
             before[link] = held - older
-        # Move this request's blocks from their last use to this one, after all its links are counted: a
-        # chain may share blocks with several earlier requests.
+        # All links are counted first: a chain may share blocks with several earlier requests.
         fresh = lengths[request]
         for link in range(offsets[request], offsets[request + 1]):
             node, size = earlier[link] + 1, sizes[link]

@@ -1,10 +1,8 @@
-"""Simulation of independent blocks, as simulators of other caches have it. For comparison with them.
+"""Simulation of independent blocks, for comparison with simulators of other caches.
 
-Each block is looked up and stored by itself, in prompt order, and any may be evicted. So a block may hit
-behind a gap, where no engine could use it; ``runs`` count the leading hits.
-
-Two policies are filled as libCacheSim fills them, unlike their papers and the tiers
-(docs/decisions/0035), so that equal algorithms are compared.
+Each block is looked up, stored and evicted by itself, in prompt order. A block may hit behind a gap, where
+no engine could use it; ``runs`` count the leading hits. Two policies are filled as in libCacheSim, unlike
+their papers and the tiers, so that equal algorithms are compared: docs/decisions/0035.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ def simulate_flat(
 ) -> tuple[list[int], list[int]]:
     """Return, for each request, the leading hits and all hits, in blocks.
 
-    The first ``room`` blocks of a request are stored, by default all.
-
-    Cost: O(log n) per block reference.
+    The first ``room`` blocks of a request are stored, by default all. Cost: O(log n) per reference.
     """
     runs: list[int] = []
     hits: list[int] = []
@@ -80,9 +76,9 @@ def simulate_flat(
 
 
 class _FilledS3Fifo(S3Fifo[Any]):
-    """S3-FIFO as in libCacheSim since 2024, which differs from the paper until the cache is full.
+    """S3-FIFO as in libCacheSim since 2024.
 
-    A block that arrives while the small queue is full enters the main queue.
+    Unlike in the paper, until the cache is full, a new block enters the main queue if the small one is full.
     """
 
     def __init__(self, capacity: int) -> None:

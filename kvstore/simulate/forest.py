@@ -1,4 +1,4 @@
-"""Index of one exclusive tier: ranges of chains that may begin in a tier above."""
+"""Index of one exclusive tier: ranges of chains whose first blocks may be in a tier above."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from kvstore.policy.protocol import Policy
 class Forest(PrefixIndex):
     """An index of chain ranges, whose first blocks may be in a tier above.
 
-    A segment whose parent is in another tier is a child of the root until its parent comes back.
-
-    Invariants:
-        ``_headless`` has exactly the children of the root that do not begin a chain.
+    A segment whose parent is in another tier is a child of the root until its parent is added again.
+    Invariants: ``_headless`` has exactly the children of the root that do not begin a chain.
     """
 
     def __init__(
@@ -30,10 +28,7 @@ class Forest(PrefixIndex):
         """By parent block."""
 
     def add(self, end: Segment, keys: bytes, start: int, now: int) -> None:
-        """Add blocks below ``end`` as a segment whose first block has depth ``start``.
-
-        Segments whose parents are among these blocks become their children again.
-        """
+        """Add blocks below ``end`` as a segment with first depth ``start``, and re-attach its children."""
         fresh = Segment(end, keys, start, 0)
         fresh.last_use = now
         end.children[keys[:KEY_BYTES]] = fresh

@@ -1,4 +1,4 @@
-"""Tiers: parsed from the command line, and reported with their hits, bytes, writes and bandwidth."""
+"""Tiers of a simulation: parser of the command line, and report of hits, bytes, writes and bandwidth."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def tiers_of(
 ) -> list[Tier]:
     """Parse tiers of the form ``NAME=SIZE[@RATE][,write=W][,latency=TIME][,policy=P]``.
 
-    W is ``through`` (default of inclusive tiers) or ``on-evict``.
-
-    Raises:
-        ValueError: for another form, or tiers that contradict each other.
+    W is ``through`` (default of inclusive tiers) or ``on-evict``. Raises ``ValueError`` for another
+    form, or tiers that contradict each other.
     """
     tiers: list[Tier] = []
     for text in texts:
@@ -68,7 +66,7 @@ def _tier_of(
     write = given.get("write", default)
     if write not in _WRITES or (is_first and write != "through"):
         allowed = (
-            "through, as nothing is above the first tier" if is_first else "through or on-evict"
+            "through, as no tier is above the first one" if is_first else "through or on-evict"
         )
         raise ValueError(f"tier {name}: expected write={allowed}, found {write!r}")
     policy = given.get("policy")
@@ -87,7 +85,7 @@ def _tier_of(
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Traffic of one tier. Bytes are None where a token's are unknown, rates where no time passes."""
+    """Traffic of one tier. Bytes are None if a token's are unknown, rates also if no time passes."""
 
     name: str
     size_blocks: int
@@ -122,7 +120,7 @@ class Hierarchy:
     first_token: FirstToken | None = field(metadata=INLINE | OPTIONAL)
     """None where costs are unknown."""
     loaded_token_ratio: float | None = field(metadata=OPTIONAL)
-    """Tokens loaded over tokens requested; a slow tier is not read."""
+    """Tokens loaded over tokens requested; tiers that are too slow are not read."""
 
 
 def hierarchy_report(trace: Trace, flow: Flow, options: SimulateOptions, policy: str) -> Hierarchy:

@@ -107,11 +107,8 @@ def gaps_section(report: Report, sizes: SizeScale) -> Iterator[Markup]:
     gaps = {gap.size_blocks: gap for gap in report.recommendation.gaps}
     yield element("h3", "Capacity gap and policy gap")
     if not gaps:
-        yield element(
-            "p",
-            "Unknown: needs the optimum and another policy, such as "
-            "--policy lru,arc,s3fifo,optimal.",
-        )
+        needed = "Unknown: needs the optimum and another policy, such as --policy lru,arc,s3fifo,optimal."
+        yield element("p", needed)
         return
     yield element(
         "p",
@@ -132,7 +129,7 @@ def gaps_section(report: Report, sizes: SizeScale) -> Iterator[Markup]:
             for size, gap in sorted(gaps.items())
         ],
     )
-    if len(drawn) < 2:  # one point is no curve
+    if len(drawn) < 2:  # no curve
         yield values
         return
     title = "Capacity gap and policy gap by cache size"

@@ -13,7 +13,7 @@ from kvstore.simulate.report import Report
 NONE = "-"
 """Text of an absent value."""
 RISES = 0.02
-"""Share of the infinite cache's hit ratio by which a curve rises before the first drawn size."""
+"""Share of the infinite cache's hit ratio that a curve gains before the first drawn size."""
 ROOM = 1.15
 """Factor between the last value of a chart and its edge."""
 TICKS = 6
@@ -33,7 +33,7 @@ class SizeScale:
     marks: tuple[Mark, ...]
     """Named sizes."""
     asked: Mapping[int, float]
-    """Requested shares by size; a size in whole blocks is slightly smaller than its share."""
+    """Requested shares by size in blocks; whole blocks are slightly less than a share."""
 
     @classmethod
     def of(cls, report: Report) -> SizeScale:

@@ -1,7 +1,4 @@
-"""Report as an HTML page: recommendation, charts, tables and parameters.
-
-The page shows values of the report and computes only positions. The same report gives the same bytes.
-"""
+"""Report as an HTML page: recommendation, charts, tables and parameters; the same bytes for the same report."""
 
 from __future__ import annotations
 
@@ -177,7 +174,7 @@ def _tier_cells(tier: TierUse, sizes: SizeScale) -> list[str]:
 
 
 def _not_simulated(report: Report) -> Iterator[Markup]:
-    """Options that add to the report."""
+    """Options that extend the report."""
     absent = {
         "Bytes: --model NAME or --bytes-per-token N": report.trace.bytes_per_token,
         "Times to first token: --prefill-tps N, with the bytes of a token": report.costs,

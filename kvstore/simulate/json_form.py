@@ -11,14 +11,14 @@ INLINE = {"inline": True}
 OPTIONAL = {"optional": True}
 """Metadata of a field that is left out where it is None."""
 INTERVAL = {"key": "window"}
-"""Metadata of the counted interval: its key in JSON is older than its name."""
+"""Metadata of the counted interval, with its key in JSON."""
 CEILING, CEILINGS = {"key": "ceiling"}, {"key": "ceilings"}
 SHARE_OF_CEILING = {"key": "share_of_ceiling"}
-"""Metadata of values of an infinite cache: JSON calls its hit ratio the ceiling."""
+"""Metadata of an infinite cache's values: its hit ratio is the ceiling in JSON."""
 
 
 def as_dict(value: Any) -> Any:
-    """Return a report, or any value of one, as JSON values. Keys keep the order of the fields."""
+    """Return a report, or a value of one, as JSON values, with keys in the order of the fields."""
     if isinstance(value, Mapping):
         return {name: as_dict(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

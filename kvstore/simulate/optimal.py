@@ -1,8 +1,7 @@
-"""Optimal cache: it knows the future and may decline to store. The upper bound of all policies.
+"""Optimal cache: the upper bound of all policies, Belady's policy with bypass.
 
-After each request it keeps, of the cached blocks and the request's, those that are used again soonest:
-Belady's policy with bypass. With mandatory insertion, a request longer than the useful blocks would do
-harm that no tier has to suffer.
+After each request it keeps, of the cached blocks and the request's, those that are used again soonest.
+Without bypass a long request would evict useful blocks, which a tier can avoid.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ SUMMARY = "the upper bound: knows the future and may decline to store"
 def optimal_hits(links: Links, capacity: int) -> Ints:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
 
-    All blocks of a link are used again by the same request, so a link is kept or cut as one, from its
-    tail. Blocks in no link are never used again and never kept. A parent is used no later than its
-    children, so the kept blocks are closed under prefixes.
-
-    Cost: O(log links) per link.
+    All blocks of a link are used again by the same request, so links are cut from their tails. Blocks in no
+    link are never used again and never kept. A parent is used no later than its children, so the kept
+    blocks are closed under prefixes. Cost: O(log links) per link.
     """
     later = links.later.tolist()
     kept = [0] * len(later)

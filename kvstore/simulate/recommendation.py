@@ -1,7 +1,6 @@
-"""Recommendation for a trace: policy, size, window TTL. Every figure of it is simulated.
+"""Recommendation for a trace: policy, size and window TTL, all simulated.
 
-Policy and size are one decision: with LRU's size another policy reaches another share, and the order of the
-policies changes with the size.
+Policy and size are one decision, because the order of the policies changes with the size.
 """
 
 from __future__ import annotations
@@ -25,27 +24,23 @@ if TYPE_CHECKING:
 LRU = "lru"
 """Baseline of every comparison: its exact curve has the hits at any size."""
 OPTIMAL = "optimal"
-"""Name of the bound. No tier can run it: it knows the future."""
+"""Name of the bound. No tier can run it, because it needs the future."""
 SHARES = (0.90, 0.95, 0.99)
-"""Shares of an infinite cache's hits that a report names a size for. A policy is chosen for the first."""
+"""Shares of an infinite cache's hits with a size in the report. The policy is chosen at the first."""
 WORTH_CHANGING = 0.01
-"""Gain over LRU, at the same size, from which another policy is recommended. At the size that has
-90 % of the hits no policy gains it on public traces; at 1 % of all blocks S3-FIFO gains 0.024 on
-mooncake_conversation."""
+"""Least gain over LRU, at the same size, for which another policy is recommended. No policy has it on public
+traces at 90 % of the hits; at 1 % of all blocks S3-FIFO gains 0.024 on mooncake_conversation."""
 STEPS = 100
-"""Precision of a size: this fraction of LRU's size. No rounded percentage of it changes."""
+"""Steps of a size: its precision is 1/100 of LRU's size, so no rounded percentage changes."""
 WINDOW_SHARE = 0.95
 """Replays that the recommended TTL avoids, as a share of those that an infinite TTL avoids."""
 Progress = Callable[[str], object]
-"""Receives a message per run."""
+"""Called with a message per run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A policy with a size, its hits, and the hits of the other policies at the same size.
-
-    Hits are leading ones, which an engine can use, whatever semantics the rows have.
-    """
+    """A policy with a size, its leading hits, and those of the other policies at the same size."""
 
     policy: str
     size_blocks: int
@@ -85,9 +80,8 @@ def choose(
     """Return the choice among LRU and ``policies``; None for a trace without reuse.
 
     Of the policies that hit ``WORTH_CHANGING`` more than LRU at the size that they need, the one with
-    the smallest size; LRU if there is none. Requests from ``first`` on are counted.
-
-    Cost: one run of each policy, and about eight more of each that needs less than LRU.
+    the smallest size; LRU if there is none. Requests from ``first`` on are counted. Cost: one run of each
+    policy, and about eight more of each that needs less than LRU.
     """
     search = _Search(simulation, first, progress)
     if not search.most:
@@ -147,16 +141,15 @@ class _Search:
         exact = smallest(*self._simulation.curve.points(self._first), SHARES[0])
         if share is None or self.reaches(LRU, exact):
             return exact
-        # At this size every request fits its share, so LRU has all hits there are.
+        # At this size every request fits its share, so LRU has all hits.
         longest = int(trace.chain_blocks.max())
         enough = max(trace.distinct_blocks, math.ceil(longest / Fraction(str(share))))
         return self.size(LRU, enough, exact)
 
     def size(self, policy: str, enough: int, short: int = 0) -> int:
-        """Return a size that reaches the share and is close to one that does not; at most ``enough``.
+        """Return a size, at most ``enough``, that reaches the share and is one step above one that fails.
 
-        A policy that is no stack algorithm may hit less with more, so a smaller size may exist. If the
-        size one step below ``enough`` fails, no smaller one is tried.
+        It is the smallest only for stack algorithms. If ``enough`` less a step fails, no other is tried.
         """
         step = max(1, enough // STEPS)
         middle = enough - step
@@ -167,9 +160,6 @@ class _Search:
                 short = middle
             middle = (short + enough) // 2
         return enough
-
-
-# ---- recommendation ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +202,7 @@ class WindowAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The policy to use and its size, with the figures it rests on."""
+    """The policy to use and its size, with the figures behind it."""
 
     choice: Choice | None
     """None for a trace without reuse."""
@@ -272,7 +262,7 @@ def _online(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
 
 
 def _gains(simulation: Simulation, rows: Sequence[Row], first: int) -> list[Gain]:
-    """LRU's ratio is that of its row, or of prefixes where it has none."""
+    """Return the gains over LRU, whose ratio is that of its row, or else of prefixes."""
     found = []
     for size, served in sorted(_online(rows).items()):
         lru = served.get(LRU)

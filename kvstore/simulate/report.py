@@ -1,7 +1,4 @@
-"""Report of a simulated trace: one frozen value. ``docs/simulate.md`` explains its fields.
-
-The same trace and options give the same report.
-"""
+"""Report of a simulated trace: one frozen value, equal for equal traces and options. See ``docs/simulate.md``."""
 
 from __future__ import annotations
 
@@ -137,7 +134,7 @@ def make_report(
     hits = simulation.infinite_cache_hits()
     windows = None
     if options.windows is not None:
-        # Blocks on SSD stay for days, so the pool is simulated with hits that nothing evicts.
+        # Blocks stay on SSD for days, so the pool is simulated with the hits of an infinite cache.
         speed = None if options.cost is None else options.cost.prefill_tps
         windows = window_report(trace, hits, options.windows, first, prefill_tps=speed)
     advice = recommend(simulation, options, rows, windows, first, progress)

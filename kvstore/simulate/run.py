@@ -41,11 +41,7 @@ Semantics = Literal["prefix", "flat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of one simulation.
-
-    Raises:
-        ValueError: for an unknown policy, naming the known ones.
-    """
+    """Options of one simulation. Raises ``ValueError`` for an unknown policy, naming the known ones."""
 
     policies: Sequence[str]
     sizes: Sequence[Size]
@@ -98,10 +94,10 @@ class Row:
 
 
 class Simulation:
-    """A trace cut into segments once, and simulated any number of times.
+    """A trace, split into segments once and simulated any number of times.
 
-    With ``request_share``, one request takes at most that share of a cache, and of each tier. The
-    exact LRU curve, the infinite cache and the optimum ignore it.
+    ``request_share`` is the largest share of a cache, and of each tier, for one request. The exact LRU
+    curve, the infinite cache and the optimum ignore it.
 
     Raises:
         TraceError: if the trace has no block ids, or unchained ones.
@@ -132,13 +128,10 @@ class Simulation:
         return summed(self.links.blocks, self.links)
 
     def hits(self, policy: str, capacity: int) -> Ints:
-        """Return the hit of each request, in blocks.
+        """Return the hit of each request, in blocks. Raises ``ValueError`` for an unknown policy.
 
-        LRU is read from its curve, and a cache as large as the trace from the infinite cache. Both equal
-        the run of the policy, request by request (``tests/simulate``).
-
-        Raises:
-            ValueError: for an unknown policy.
+        LRU is read from its curve, and a cache as large as the trace from the infinite cache. Both equal the
+        run of the policy, request by request (``tests/simulate``).
         """
         if policy == OPTIMAL:
             return optimal_hits(self.links, capacity)
@@ -155,10 +148,7 @@ class Simulation:
         return plan.request_blocks(capacity, self.request_share)
 
     def ratios(self, hits: Ints, first: int = 0, blocks: Ints | None = None) -> Ratios:
-        """Return the hit ratios of the requests from ``first`` on.
-
-        ``blocks`` are all hits, by default the leading ones.
-        """
+        """Return the hit ratios of requests from ``first`` on. ``blocks`` are all hits, by default ``hits``."""
         trace, leading = self.trace, hits[first:]
         tokens = trace.input_tokens[first:]
         served = np.minimum(leading * trace.block_tokens, tokens)
@@ -204,11 +194,7 @@ class Simulation:
 
 
 def interval_of(warmup: float) -> Interval:
-    """Return the interval that follows a warm-up of this share of the requests.
-
-    Raises:
-        ValueError: if no request is left.
-    """
+    """Return the interval after a warm-up of this share. Raises ``ValueError`` outside [0, 1)."""
     if not 0 <= warmup < 1:
         msg = f"the warm-up is a share of the requests, from 0 to below 1, found {warmup}"
         raise ValueError(msg)
@@ -218,9 +204,8 @@ def interval_of(warmup: float) -> Interval:
 
 def first_counted(trace: Trace, interval: Interval) -> int:
     """Return the first request of an interval; the requests before it warm the cache up."""
-    percent = {"all": "100", "last_half": "50"}.get(interval) or re.sub(
-        r"last_(.*)%", r"\1", interval
-    )
+    named = {"all": "100", "last_half": "50"}
+    percent = named.get(interval) or re.sub(r"last_(.*)%", r"\1", interval)
     return int(len(trace) * (100 - Fraction(percent)) / 100)
 
 

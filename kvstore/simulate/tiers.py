@@ -1,8 +1,7 @@
-"""Simulation of several tiers, one below the other.
+"""Simulation of several tiers, one below the other. The rules: ``docs/decisions/0033``.
 
-Each tier is a real ``PrefixIndex`` with a real policy, which decides its evictions. This module decides
-which tier stores which chain, and which evicted blocks move down. ``docs/decisions/0033`` has the rules;
-``tests/simulate`` has a second implementation, block by block.
+Each tier is a ``PrefixIndex`` with a policy, as in a store; this module decides which tier stores which chain,
+and which evicted blocks move down. ``tests/simulate`` has a second implementation, block by block.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Tier:
     blocks: int
     """Capacity."""
     write: Write
-    """When it stores a chain: on each request, or when the tier above evicts from it. The first tier
-    stores on each request."""
+    """When it stores a chain: on each request, as the first tier does, or on eviction by the tier above."""
     bandwidth: float | None = None
     """Read bandwidth in bytes per second; None for reads that take no time."""
     latency: float = 0.0
@@ -52,14 +50,13 @@ class Flow:
     """Traffic of the tiers, [requests, tiers], in blocks."""
 
     served: Ints
-    """Blocks that each request read from each tier: those that no tier above holds. The first tier has
-    the first blocks of the chain, the second the next ones, and so on."""
+    """Blocks that each request read from each tier, and from no tier above: consecutive ranges of its chain."""
     written: Ints
     """Blocks written to each tier while the request was served."""
 
 
 class Keys:
-    """Maps between the blocks of a trace and index keys."""
+    """Map between the blocks of a trace and index keys."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -115,11 +112,8 @@ def simulate_tiers(
 ) -> Flow:
     """Simulate tiers, the fastest first. ``policy`` is that of tiers without their own.
 
-    ``request_share`` limits the blocks of one request in each tier, as a share of the tier.
-
-    Raises:
-        ValueError: for an unknown policy, or an exclusive tier below the first with write=through.
-
+    ``request_share`` limits the blocks of one request in each tier, as a share of the tier. Raises
+    ``ValueError`` for an unknown policy, or an exclusive tier below the first with write=through.
     Cost: O(blocks) per request, in bytes compared and copied; 48 bytes per cached block.
     """
     check_tiers(tiers, inclusion)
@@ -177,7 +171,7 @@ class _Tiers(Generic[Index]):
 
 
 class _Inclusive(_Tiers[PrefixIndex]):
-    """Tiers that each hold whole prefixes, whatever the tiers above hold."""
+    """Tiers that each hold whole prefixes, independent of the tiers above."""
 
     @override
     def _serve(self, chain: bytes) -> list[int]:
@@ -210,7 +204,7 @@ class _Inclusive(_Tiers[PrefixIndex]):
             segment = index.split_at(position)
             index.pin(segment)
             evicted = index.evict(max(0, missing - (capacity - index.blocks)))
-            fresh = min(missing, capacity - index.blocks)  # pinned blocks stay, so maybe fewer
+            fresh = min(missing, capacity - index.blocks)  # fewer if pinned blocks stay
             if fresh:
                 start = position.depth * KEY_BYTES
                 keys = chain[start : start + fresh * KEY_BYTES]
@@ -227,17 +221,14 @@ class _Inclusive(_Tiers[PrefixIndex]):
 
 
 class _Exclusive(_Tiers[Forest]):
-    """Tiers that share no block; the tiers down to any one together hold whole prefixes.
-
-    A chain lies in the tiers as one range each, the first tier's first.
-    """
+    """Tiers without a common block: each holds one range of a chain, the first tier the first one."""
 
     _kept: list[int]
-    """Blocks of the present chain that stay in each tier."""
+    """Blocks of the current chain that stay in each tier."""
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
-        """Blocks of a chain that each tier stores: those for which the tiers above have no room."""
+        """Ranges of a chain that the tiers store: the blocks that do not fit the tiers above."""
         return list(pairwise(np.cumsum([0, *self._rooms]).tolist()))
 
     @override

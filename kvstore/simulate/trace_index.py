@@ -1,9 +1,8 @@
-"""Index of a simulated tier for a trace whose chains are known in advance: no keys, same events.
+"""Index of a simulated tier over precomputed chains, without keys.
 
-``PrefixIndex`` compares keys block by block, because it does not know the next request. Here every chain
-is a row of precomputed segments, so a lookup walks up from the last of them, and a node of the tree is
-two depths. A policy sees the same events on the same nodes in the same order as in a tier;
-``tests/simulate`` checks this for each policy.
+Every chain is a row of segments, so a lookup walks up from the last one, and a node of the tree is two
+depths. A policy receives the same events in the same order as from a ``PrefixIndex``; ``tests/simulate``
+checks this for each policy.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvstore.trace.chains import Chains
 
 
 class Node:
-    """Consecutive cached blocks of a chain: a node of the tree, as ``Segment`` is in an index."""
+    """Consecutive cached blocks of a chain: a node of the tree, like ``Segment`` in an index."""
 
     __slots__ = (
         "bottom",
@@ -56,7 +55,7 @@ class Node:
 
 
 class ChainLists:
-    """Chains as lists, which plain Python reads fastest; shared by all simulations of a trace.
+    """Chains as lists, the fastest form for plain Python; shared by all simulations of a trace.
 
     Segment -1 is the root. It has no blocks, and its start is below every depth.
     """
@@ -75,7 +74,7 @@ class ChainLists:
 
 
 Observer = Callable[[int, int], object]
-"""Receives each evicted block: the request, the block's number."""
+"""Called with the request and the number of each evicted block."""
 
 
 def simulate_policy(
@@ -88,13 +87,9 @@ def simulate_policy(
 ) -> list[int]:
     """Return the hit of each request, in blocks, in a cache of ``capacity`` blocks.
 
-    A request is looked up and stored at once, and its chain is pinned meanwhile. A chain longer than
-    ``room``, by default the whole cache, keeps its first blocks. Time is logical: a request uses its
-    hit, then stores the rest.
-
-    ``evicted`` receives each evicted block, for tests.
-
-    Cost: O(log n) per request, and per node that is added or removed.
+    A request is looked up and stored at once, with its chain pinned. Of a chain longer than ``room``, by
+    default the whole cache, the first blocks are stored. Time is logical: a request uses its hit, then
+    stores the rest. ``evicted`` is for tests. Cost: O(log n) per request, and per node added or removed.
     """
     hits: list[int] = []
     starts, stops, parents = chains.starts, chains.stops, chains.parents
@@ -146,7 +141,7 @@ def simulate_policy(
 def _split(
     lower: Node, bottom: int, holder: list[Node | None], chains: ChainLists, policy: Policy[Any]
 ) -> Node:
-    """Split off the blocks down to the end of ``bottom`` as a new parent, as an index does."""
+    """Split off the blocks down to the end of ``bottom`` as a new parent."""
     starts, parents = chains.starts, chains.parents
     at, start = chains.stops[bottom], lower.start
     upper = Node(lower.parent, bottom, start, at, lower.last_use, chains)

@@ -1,7 +1,7 @@
-"""Simulated window pool: which requests find the window KV of their last tokens, and which replay it.
+"""Simulated window pool: hits and replays of the window KV of each request.
 
-The rules are those of ``kvstore.tier.window.WindowPool``, on sizes alone; ``tests/simulate`` compares the
-two after each request.
+The rules are those of ``kvstore.tier.window.WindowPool``, on sizes alone; ``tests/simulate`` compares both
+after each request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvstore.simulate.json_form import INLINE, OPTIONAL
 from kvstore.trace.columns import SECOND, Ints, Trace
 
 TTLS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""TTLs of the curve, in seconds. Half of an agent's calls follow within 18 s of the previous one, 99 %
-within 2,190 s (48,000 calls of the Weka traces)."""
+"""TTLs of the curve, in seconds. Half of an agent's calls follow the previous one within 18 s, 99 % within
+2,190 s (48,000 calls of the Weka traces)."""
 TTL_SHARES = (0.90, 0.95, 0.99)
 """Shares of turns for which a report names a TTL."""
 
@@ -58,7 +58,7 @@ class Pool:
         return True
 
     def put(self, block: int, tokens: int, now: float) -> None:
-        """Put the window that ends with ``block``, replacing an earlier one."""
+        """Add the window that ends with ``block``, replacing an earlier one."""
         self._expire(now)
         if tokens > self._budget:
             return
@@ -99,10 +99,8 @@ def simulate_windows(
 ) -> Outcome:
     """Run a trace whose requests hit these blocks, [requests], through a window pool.
 
-    A request needs the window that ends its hit. If the pool has lost it, the last W tokens are
-    replayed and the window is put again. The request then puts the window that ends its prompt.
-    Windows end at whole blocks, so a partly filled block neither needs nor puts one.
-
+    A request needs the window at the end of its hit; if it is missing, the last W tokens are replayed and it
+    is added again. Then the window at the end of the prompt is added. Windows end at whole blocks.
     Cost: O(1) per request.
     """
     pool = Pool(windows)

@@ -1,4 +1,4 @@
-"""Anonymised traces of logs of text or tokens: they show equal prefixes and nothing else."""
+"""Anonymised traces of logs of text or tokens: equal prefixes, lengths and times, without content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.trace.source import documents
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""Bytes of text counted as a token where tokens are not logged: about the average of English."""
+"""Bytes of text per token where tokens are not logged: about the average of English."""
 KEY_BYTES, DIGEST_BYTES = 32, 16
 UNITS = {"us": 1, "ms": MILLISECOND, "s": SECOND}
 """In microseconds, the unit of LMCache logs."""
@@ -31,9 +31,9 @@ UNITS = {"us": 1, "ms": MILLISECOND, "s": SECOND}
 def anonymise(path: Path | str, key: bytes, block_size: int, unit: str = "us") -> Trace:
     """Return a log as a trace. ``block_size`` is in bytes of text, or in tokens where they are logged.
 
-    Each line is an object with ``timestamp``, and ``input`` (text) or ``tokens``; ``output`` and
-    ``session_id`` are optional. A block's id stands for a keyed digest of it and all blocks before it;
-    ids and sessions are plain numbers in the result. A partial last block has no id.
+    A line is an object with ``timestamp``, and ``input`` (text) or ``tokens``; ``output`` and ``session_id``
+    are optional. Ids number the keyed digests of blocks, each chained to the digest before it; sessions
+    are numbered too. A partial last block has no id.
 
     Raises:
         TraceError: with the file, the line, the value found and the value expected.
@@ -105,7 +105,7 @@ def _row(line: bytes, key: bytes, block_size: int, unit: int) -> tuple[Request, 
 
 
 def _unseen(parse: Callable[[], T], record: Mapping[str, Any], name: str) -> T:
-    """Return a field; an error message has its type, but nothing of the log's text."""
+    """Return a parsed field; an error has its type but no text of the log."""
     try:
         return parse()
     except ValueError:
@@ -114,18 +114,14 @@ def _unseen(parse: Callable[[], T], record: Mapping[str, Any], name: str) -> T:
 
 
 def _are_tokens(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of token ids, which are numbers of 32 bits."""
+    """Return whether a value is a list of token ids, numbers of 32 bits."""
     return isinstance(value, list) and all(
         type(each) is int and 0 <= each < 2**32 for each in value
     )
 
 
 def read_key(path: Path) -> bytes | None:
-    """Return the key in a file; None if the file does not exist.
-
-    Raises:
-        ValueError: if other users can read it, or it is not a key.
-    """
+    """Return the key in a file; None if there is none. Raises ``ValueError`` if it is public or invalid."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Requests of log files, collected into a trace: sorted, with dense ids and a checked block size."""
+"""Builder of a trace from the requests of log files: sorted, with dense ids and a checked block size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvstore.trace.columns import UNKNOWN, Ints, Trace, dense, ends
 from kvstore.trace.fields import LARGEST
 
 FITTING = 0.9
-"""Share of requests whose lengths must agree with the block size. Estimated lengths agree with the
-actual size in 90 to 97 % (lmcache_*_bytes64); with a wrong power of two in under 55 %."""
+"""Share of requests whose lengths must agree with the block size. Estimated lengths agree in 90 to 97 %
+(lmcache_*_bytes64), with a wrong power of two in under 55 %."""
 NAMED = -(2**31)
-"""Number of the first id that is not kept as its own number: below all of those, and within 32 bits."""
+"""First number of ids that are not their own number: below all others, and within 32 bits."""
 Form = Literal["auto", "mooncake", "bailian", "lmcache", "weka", "azure", "burstgpt"]
 
 
@@ -30,10 +30,10 @@ class Options:
     """Options of reading."""
 
     block_tokens: int = 0
-    """Tokens of a block; 0 for the size that the file gives, or else the size that its lengths agree with."""
+    """Tokens of a block; 0 for the size in the file, or else the size that its lengths agree with."""
     unsorted: Literal["sort", "refuse"] = "sort"
     unchained: Literal["refuse", "rekey"] = "refuse"
-    """Whether ids that name a block alone are refused, when chains are made of them, or re-keyed."""
+    """Whether ids that name a block alone are refused (when chains are made of them) or re-keyed."""
     form: Form = "auto"
     """Format; ``auto`` recognises it by its first bytes."""
     model: str | None = None
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class TraceBuilder:
-    """Requests of one or more files, collected into a trace."""
+    """Collector of the requests of one or more files."""
 
     path: Path
     block_tokens: int = 0
@@ -71,9 +71,9 @@ class TraceBuilder:
     sessions: array[int] = field(default_factory=lambda: array("i"))
     lines: array[int] = field(default_factory=lambda: array("q"))
     latest: int = 0
-    """Latest time in the present file; each file has its own clock, as rotated logs and sessions do."""
+    """Latest time in the current file; each file has its own clock, as rotated logs and sessions do."""
     late: list[int] = field(default_factory=list)
-    """Requests with an earlier time than one before them in their file."""
+    """Requests with an earlier time than one before them in the same file."""
     ids: list[NDArray[np.integer]] = field(default_factory=list)
     session_numbers: dict[str, int] = field(default_factory=dict)
     names: dict[str | int, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class TraceBuilder:
         self.block_tokens = tokens
 
     def _number(self, name: str | int) -> int:
-        """Return the number of an id: its own value, or a unique other one."""
+        """Return the number of an id: its own value, or another unique one."""
         if isinstance(name, int) and 0 <= name < LARGEST:
             return name
         return self.names.setdefault(name, NAMED + len(self.names))
@@ -155,8 +155,8 @@ class TraceBuilder:
     def _check_lengths(self, tokens: Ints, blocks: Ints, size: int, lines: Ints) -> None:
         """Refuse lengths that contradict the block size.
 
-        A prompt may lack the id of a last partial block, and one more where its length is an estimate.
-        No request may have more ids than its tokens fill; a share of ``FITTING`` must not have fewer.
+        No request may have more ids than its tokens fill. A share of ``FITTING`` may have at most two fewer:
+        of a partial last block, and of one block where the length is an estimate.
         """
         more = blocks > -(-tokens // size)
         fewer = (blocks > 0) & (tokens // size > blocks + 1)
@@ -167,13 +167,11 @@ class TraceBuilder:
             at = int(bad[0])
             best, share = _best_size(tokens, blocks)
             hint = f" ({best} tokens fits {share:.0%} of the requests)" if share >= FITTING else ""
-            raise TraceError(
-                self.path,
-                f"{blocks[at]:,} block ids for {tokens[at]:,} tokens contradict blocks of {size} tokens, "
-                f"in {len(bad):,} of {len(blocks):,} requests; give the block size of this trace"
-                f"{hint} or another format",
-                int(lines[at]),
+            msg = (
+                f"{blocks[at]:,} block ids for {tokens[at]:,} tokens contradict blocks of {size} tokens, in "
+                f"{len(bad):,} of {len(blocks):,} requests; give the block size of this trace{hint} or another format"
             )
+            raise TraceError(self.path, msg, int(lines[at]))
 
 
 def _column(values: array[int]) -> Ints:
@@ -184,10 +182,8 @@ def _inferred(path: Path, tokens: Ints, blocks: Ints) -> int:
     """Return the power of two that a share of ``FITTING`` of the lengths agrees with."""
     best, share = _best_size(tokens, blocks)
     if share < FITTING:
-        raise TraceError(
-            path,
-            f"has no block size ({best} tokens fits {share:.0%} of the requests); give it (--block-size)",
-        )
+        msg = f"has no block size ({best} tokens fits {share:.0%} of the requests); give it (--block-size)"
+        raise TraceError(path, msg)
     return best
 
 

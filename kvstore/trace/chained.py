@@ -11,15 +11,14 @@ from kvstore.errors import TraceError
 from kvstore.trace.columns import Numbers, Trace
 
 STEP = 1 << 22
-"""References processed at once, which bounds the memory of temporary arrays."""
+"""References per batch: it bounds the memory of temporary arrays."""
 
 
 def parents(trace: Trace) -> Numbers:
     """Return the parent of each block, -1 for a first one, [distinct blocks].
 
-    Raises:
-        TraceError: if an id has two parents, so that it names a block and not a prefix. With one parent
-            each, no id is at two depths or twice in a request.
+    Raises ``TraceError`` if an id has two parents, so that it names a block and not a prefix. With one
+    parent each, no id is at two depths or twice in a request.
     """
     parent = np.full(trace.distinct_blocks, -2, np.int32)
     for blocks, above in _steps(trace):
@@ -28,11 +27,11 @@ def parents(trace: Trace) -> Numbers:
         wrong = np.flatnonzero(parent[blocks] != above)
         if len(wrong):
             block = int(blocks[wrong[0]])
-            raise TraceError(
-                trace.name,
-                f"block id {block} (in order of first appearance or size) follows two different "
-                "blocks, so ids name blocks and not prefixes; re-key them (--unchained rekey)",
+            msg = (
+                f"block id {block} (in order of first appearance or size) follows two different blocks, so ids "
+                "name blocks and not prefixes; re-key them (--unchained rekey)"
             )
+            raise TraceError(trace.name, msg)
     return parent
 
 

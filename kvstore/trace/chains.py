@@ -1,7 +1,7 @@
 """A trace as chains of segments: the input of simulation.
 
-Blocks that always occur together are one segment, which ends where chains fork and where a request
-ends. So every request is a whole number of segments, 8 to 78 times fewer than blocks on real traces.
+A segment ends where chains fork and where a request ends, so a request is a whole number of segments:
+8 to 78 times fewer than blocks on real traces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvstore.trace.columns import Ints, Numbers, Trace, ends
 class Chains:
     """The chain of each request, as segment numbers from the root down.
 
-    Invariants:
-        A segment has one parent and one depth. A request contains whole segments only.
+    Invariants: A segment has one parent and one depth. A request contains whole segments only.
     """
 
     trace: Trace
@@ -48,18 +47,14 @@ class Chains:
 
 
 def chains_of(trace: Trace) -> Chains:
-    """Cut a trace into segments.
+    """Split a trace into segments.
 
-    Raises:
-        TraceError: if it has no block ids, or ids that name blocks and not prefixes.
-
+    Raises ``TraceError`` if it has no block ids, or ids that name blocks and not prefixes.
     Cost: two passes over the references in NumPy, 12 bytes per distinct block and 1 per reference.
     """
     if not trace.references:
-        raise TraceError(
-            trace.name,
-            "has lengths but no block ids, so reuse is unknown; expected hash_ids or chunk_hashes",
-        )
+        msg = "has lengths but no block ids, so reuse is unknown; expected hash_ids or chunk_hashes"
+        raise TraceError(trace.name, msg)
     parent = parents(trace)
     is_head = _heads(trace, parent)
     at = np.flatnonzero(_looked_up(is_head, trace.blocks))
@@ -80,7 +75,7 @@ def chains_of(trace: Trace) -> Chains:
 
 
 def _heads(trace: Trace, parent: Numbers) -> NDArray[np.bool_]:
-    """Return whether each block begins a segment: its parent ends a chain, or forks."""
+    """Return whether each block begins a segment: its parent ends a chain or forks."""
     children = np.bincount(parent[parent >= 0], minlength=trace.distinct_blocks)
     is_last = children > 1
     used = trace.chain_blocks > 0
@@ -100,16 +95,14 @@ def _looked_up(values: NDArray[np.bool_], numbers: Numbers) -> NDArray[np.bool_]
 class Links:
     """Pairs of requests that use the same blocks one after the other.
 
-    All blocks of a request with the same earlier last use are consecutive in its chain, so they are
-    one link. Blocks that were never used before are in no link.
-
-    Order: by the later request, then from the root down.
+    Blocks of a request with the same last use before it are consecutive in its chain: one link. Blocks
+    without a use before are in no link. Order: by the later request, then from the root down.
     """
 
     earlier: Ints
-    """The request that used the blocks before, [links]."""
+    """The request with the last use before, [links]."""
     later: Ints
-    """The request that uses them again, [links]."""
+    """The request with the next use, [links]."""
     start: Ints
     """Depth of the first block, [links]."""
     blocks: Ints

@@ -21,11 +21,9 @@ Numbers = NDArray[np.int32]
 class Trace:
     """Requests in the order of their arrival.
 
-    Invariants:
-        ``arrival`` is non-decreasing. Block ids are dense: every number below ``distinct_blocks`` occurs.
-        An id is *chained*: it names a block and all blocks before it, so an id has one parent. A trace
-        of lengths only has no block ids, and ``block_tokens`` 0.
-
+    Invariants: ``arrival`` is non-decreasing. Block ids are dense, from 0 to ``distinct_blocks`` - 1, and
+        *chained*: an id names a block and all blocks before it, so it has one parent. A trace of lengths
+        alone has no block ids, and ``block_tokens`` 0.
     Cost: 4 bytes per block reference, 36 bytes per request.
     """
 
@@ -45,7 +43,7 @@ class Trace:
     """Concatenated block ids of all prompts, in prefix order, [references]."""
     distinct_blocks: int
     reordered: int = 0
-    """Requests that were out of order in the file and were sorted."""
+    """Requests that were out of order in the file."""
 
     def __len__(self) -> int:
         return len(self.arrival)

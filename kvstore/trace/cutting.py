@@ -17,10 +17,7 @@ def head(trace: Trace, requests: int) -> Trace:
 def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
     """Return a random share of the sessions, each whole, and of the requests without a session.
 
-    Sessions stay whole because most reuse is within a session.
-
-    Raises:
-        ValueError: if the share is not above 0 and at most 1, or no request is drawn.
+    Most reuse is within a session. Raises ``ValueError`` for a share outside (0, 1], or if it draws nothing.
     """
     if not 0 < share <= 1:
         raise ValueError(f"expected a share above 0 and at most 1, found {share}")
@@ -39,10 +36,8 @@ def sample(trace: Trace, share: float, seed: int = 0) -> Trace:
 def merged(traces: Sequence[Trace], spread: float = 0.0, seed: int = 0) -> Trace:
     """Return several traces as one, in the order of arrival. Their blocks count as different.
 
-    With ``spread``, each trace starts at a time drawn uniformly from that many seconds.
-
-    Raises:
-        ValueError: if their block sizes differ.
+    With ``spread``, each trace starts at a time drawn uniformly from that many seconds. Raises
+    ``ValueError`` if their block sizes differ.
     """
     sizes = {trace.block_tokens for trace in traces if trace.block_tokens}
     if len(sizes) > 1 or not traces:

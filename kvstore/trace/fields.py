@@ -1,7 +1,4 @@
-"""Checked fields of one record of a log.
-
-Every function raises ``ValueError`` with a message that names the field, and fits behind a file and a line.
-"""
+"""Checked fields of one record of a log. A ``ValueError`` names the field; callers add file and line."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.checks import is_integer, is_number
 
 LARGEST = 2**62
-"""Limit of times, of ids kept as numbers, and of sums of lengths: sums of a few fit 64 bits."""
+"""Limit of times, of numeric ids, and of sums of lengths: sums of a few fit 64 bits."""
 MOST_TOKENS = 2**40
 """Limit of the tokens of one request, so that products with block sizes fit 64 bits."""
 DIGITS = 20
@@ -28,7 +25,7 @@ _SHOWN.maxlevel = 2
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message: its beginning and end if it is long or nested."""
+    """Return a value for an error message, shortened if it is long or nested."""
     try:
         return _SHOWN.repr(value)
     except ValueError:  # a whole number with more digits than Python prints
@@ -36,11 +33,7 @@ def shown(value: Any) -> str:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object of a JSON line. An error message has nothing of the line's text.
-
-    Raises:
-        ValueError: if it is not JSON, not an object, or nested too deeply.
-    """
+    """Return the object of a JSON line. A ``ValueError`` has no text of the line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -107,10 +100,7 @@ def label(record: Mapping[str, Any], name: str) -> str | None:
 
 
 def ids(record: Mapping[str, Any], name: str) -> NDArray[np.int64] | Sequence[str | int]:
-    """Return ids as an array if all are numbers from 0 to below 2**62, otherwise unchanged.
-
-    Ids are text, or whole numbers of any size and sign.
-    """
+    """Return ids, text or any whole numbers; as an array if all are numbers in [0, 2**62)."""
     values = record.get(name)
     if not isinstance(values, list):
         raise ValueError(f"expected a list as {name}, found {shown(values)}")

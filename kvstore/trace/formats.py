@@ -23,7 +23,7 @@ ADVICE = (
     "; write lines with timestamp, and tokens (ids of the prompt as the model sees it) or input (its "
     "text), and convert them with kvstore trace anonymise"
 )
-"""How to make a trace of an unknown log."""
+"""Advice for a log of unknown format."""
 Rows = Iterator[tuple[int, Request]]
 """Line numbers and requests."""
 
@@ -36,7 +36,7 @@ def json_rows(
     builder: TraceBuilder,
     options: Options,
 ) -> Rows:
-    """Read JSON lines, of which ``first`` is line ``start``, or one object of many lines."""
+    """Read JSON lines, from ``first``, which is line ``start``; or one object of many lines."""
     try:
         record, _ = _parsed(first)
     except ValueError:
@@ -69,7 +69,7 @@ _IDS = b'"hash_ids"'
 def _parsed(line: bytes) -> tuple[dict[str, Any], Ints | None]:
     """Return a line's object, and separately its ``hash_ids`` if they are plain numbers below 2**62.
 
-    NumPy reads a list of numbers several times faster than a JSON parser.
+    NumPy parses a list of numbers several times faster than a JSON parser.
     """
     at = line.find(_IDS)
     start = line.find(b"[", at) + 1
@@ -103,9 +103,8 @@ def _format_of(where: Path, record: Mapping[str, Any], line: int) -> Parser:
         if mark in record:
             return parser
     if isinstance(record.get("input"), str) or "tokens" in record:
-        raise TraceError(
-            where, "is a log of text or tokens; convert it with kvstore trace anonymise", line
-        )
+        fault = "is a log of text or tokens; convert it with kvstore trace anonymise"
+        raise TraceError(where, fault, line)
     if "prompt_token_ids" in record:
         fault = (
             "is a log of tokens with the field names of vLLM; rename prompt_token_ids to tokens and arrival_time "
@@ -131,7 +130,7 @@ def _mooncake(record: Mapping[str, Any], ids: Ints | None) -> tuple[Request, int
 
 def _bailian(record: Mapping[str, Any], ids: Ints | None) -> tuple[Request, int]:
     row, _ = _mooncake(record, ids)
-    # The format numbers turns and their parents, not chats, so sessions are unknown.
+    # Sessions are unknown: the format numbers turns and their parents, not chats.
     return row._replace(arrival=fields.whole_number(record, "timestamp", SECOND), session=None), 16
 
 
@@ -152,14 +151,11 @@ _BY_NAME: dict[str, Parser] = {"mooncake": _mooncake, "bailian": _bailian, "lmca
 
 
 def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
-    """Read one session; local ids are unique to it, and sub-agents start at their parent's time."""
+    """Read one session. Local ids are unique to it; times of sub-agents are relative to their parent's."""
     try:
         session = json_object(text)
         if "requests" not in session:
-            msg = (
-                "expected lines of objects or one object with requests, "
-                f"found {shown(list(session))}{ADVICE}"
-            )
+            msg = f"expected lines of objects or one object with requests, found {shown(list(session))}{ADVICE}"
             raise ValueError(msg)
         tokens = fields.size(session.get("block_size"), "block_size")
         builder.set_block_tokens(tokens)
@@ -186,7 +182,7 @@ def weka(where: Path, text: bytes, builder: TraceBuilder, line: int) -> Rows:
 
 
 def _flat(requests: Any, start: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield each request with its time; times of sub-agents count from their parent's."""
+    """Yield each request with its absolute time."""
     if not isinstance(requests, list):
         raise ValueError(f"expected a list as requests, found {shown(requests)}")
     for request in requests:
@@ -199,9 +195,6 @@ def _flat(requests: Any, start: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield from _flat(request["requests"], at)
         else:
             yield at, request
-
-
-# ---- CSV ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

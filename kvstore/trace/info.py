@@ -16,8 +16,7 @@ PERCENTILES = (50, 90, 99)
 def info(trace: Trace) -> dict[str, Any]:
     """Return the statistics of a trace; those of blocks are None if it has lengths only.
 
-    Raises:
-        TraceError: if its block ids name blocks and not prefixes.
+    Raises ``TraceError`` if its block ids name blocks and not prefixes.
     """
     facts: dict[str, Any] = {
         "trace": trace.name,

@@ -1,4 +1,4 @@
-"""Reading of traces: the format is recognised, every line is checked, errors give the line number.
+"""Reading of traces: recognises the format and checks every line.
 
 Formats: Mooncake, Bailian and merged Weka JSONL (``hash_ids``), LMCache lookup-hash logs
 (``chunk_hashes``), Weka sessions (JSON, one object per file), Azure and BurstGPT CSV (lengths only).
@@ -33,7 +33,7 @@ def read(path: Path | str, options: Options = DEFAULTS) -> Trace:
     builder = TraceBuilder(path)
     name = path.name.split(".")[0] if str(path) != "-" else "stdin"
     with warnings.catch_warnings():
-        # NumPy warns of text that is no list of numbers; the length of the result shows it.
+        # NumPy warns of text that is no list of numbers; the caller checks the length instead.
         warnings.simplefilter("ignore", DeprecationWarning)
         for document, stream in documents(path):
             where = path if document == path.name else path / document
@@ -61,9 +61,8 @@ def _read_document(
     elif head.startswith(b"{"):
         rows = json_rows(where, number, first, stream, builder, options)
     elif head:
-        raise TraceError(
-            where, f"has an unknown format: it begins with {head[:32]!r}{ADVICE}", number
-        )
+        msg = f"has an unknown format: it begins with {head[:32]!r}{ADVICE}"
+        raise TraceError(where, msg, number)
     else:
         rows = ()
     for line, row in rows:

@@ -1,4 +1,4 @@
-"""Bytes of trace files: plain, gzip or zstd; one file, a directory, a tar, or standard input."""
+"""Streams of trace files: plain, gzip or zstd; one file, a directory, a tar, or standard input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.output.files import PUBLIC, written
 WINDOW_BYTES = 1 << 27
 """Largest accepted zstd window: that of ``zstd --long=27``, the decoder's own limit."""
 CHUNK_BYTES = 1 << 14
-"""Compressed bytes decompressed at once: about 3 MB of text, as traces shrink 200 times."""
+"""Compressed bytes per step: about 3 MB of text, as traces compress 200 times."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 TAR_AT, TAR = 257, b"ustar"
 BROKEN = (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError, tarfile.TarError)
@@ -64,7 +64,7 @@ def _decompressed(raw: io.BufferedReader) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """zstd frames as one stream. Unlike the library's reader, it detects truncation."""
+    """zstd frames as one stream; detects truncation, unlike the library's reader."""
 
     def __init__(self, raw: io.BufferedReader) -> None:
         self._raw = raw
@@ -99,10 +99,7 @@ class _Zstd(io.RawIOBase):
 
 
 def documents(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
-    """Yield the name and the bytes of each file of a directory or tar, by name; otherwise of the file.
-
-    A stream is valid until the next one is yielded.
-    """
+    """Yield name and stream, valid until the next, of a file or of each file in a directory or tar, by name."""
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())
         if not files:
@@ -142,7 +139,7 @@ def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
         with zstandard.ZstdCompressor(level=10).stream_writer(file, closefd=False) as writer:
             yield cast("IO[bytes]", writer)
     elif path.suffix == ".gz":
-        # No time in the header, so that the same trace gives the same bytes.
+        # No time in the header: the same trace always has the same bytes.
         with gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as writer:
             yield cast("IO[bytes]", writer)
     else:
@@ -152,10 +149,8 @@ def _compressed(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
 def sha256_of(path: Path) -> str | None:
     """Return the SHA-256 of a file's stored bytes, in hex; None for a stream.
 
-    The digest of a directory is that of the output of ``sha256sum`` for its files, by name.
-
-    Raises:
-        TraceError: if it cannot be opened.
+    The digest of a directory is that of the output of ``sha256sum`` for its files, by name. Raises
+    ``TraceError`` if it cannot be opened.
     """
     is_stream = path.exists() and not path.is_file() and not path.is_dir()  # a pipe
     if str(path) == "-" or is_stream:

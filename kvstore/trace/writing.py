@@ -17,10 +17,8 @@ BAILIAN_TOKENS = 16
 def write(trace: Trace, path: Path, form: str = "mooncake") -> None:
     """Write a trace, compressed if the name ends in .gz or .zst; ``-`` is standard output.
 
-    The same trace gives the same bytes. Only numbers are written.
-
-    Raises:
-        ValueError: for an unknown format, or one that cannot hold the trace.
+    The same trace gives the same bytes. Only numbers are written. Raises ``ValueError`` for an
+    unknown format, or one that cannot hold the trace.
     """
     if form not in WRITERS:
         raise ValueError(f"unknown output format {form!r}; expected one of {', '.join(WRITERS)}")

@@ -172,7 +172,7 @@ int kvstore_gather(const struct kvstore_codec *codec, const struct kvstore_entri
  *          them.
  * digests  out: [blocks, 32]; must not overlap the inputs.
  *
- * These are the hashes of blocks that no image touches. Returns OK, SHAPE (a block of no tokens),
+ * These are the hashes of blocks without image tokens. Returns OK, SHAPE (a block of no tokens),
  * NULL or LEVEL. */
 int kvstore_block_hashes(const uint8_t *root, const uint32_t *tokens, size_t blocks,
                          size_t block_tokens, int level, uint8_t *digests);

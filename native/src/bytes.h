@@ -1,4 +1,4 @@
-/* Words as bytes in a given order, on any machine. Private to native/src. */
+/* Words as bytes in a given order on any machine. Private to native/src. */
 #ifndef KVSTORE_BYTES_H
 #define KVSTORE_BYTES_H
 

@@ -1,4 +1,4 @@
-/* The chained hashes of a prompt's blocks, in one call. docs/format.md, section 2. */
+/* Chained hashes of a prompt's blocks. docs/format.md, section 2. */
 #include "bytes.h"
 #include "kvstore_native.h"
 #include "sha256.h"
@@ -10,13 +10,13 @@ enum {
     PARENT = 8, /* offset of the parent's digest in a message, after the magic and block_tokens */
     TOKENS = PARENT + DIGEST,
     NO_IMAGES = 4, /* bytes after the tokens: a count of 0 */
-    LENGTH = 8,    /* bytes at the very end, as SHA-256 pads: the length in bits */
+    LENGTH = 8,    /* bytes at the end of SHA-256 padding: the length in bits */
     EDGES = 3 * SHA256_BLOCK
 };
 
 /* Common structure of the messages of all blocks. Each is hashed from three buffers: its first 64
- * bytes and its padded end, which are in `edges`, and between them the tokens in place. A message
- * of few tokens is entirely in `edges`. */
+ * bytes and its padded end, both in `edges`, and between them the tokens in place. Short messages
+ * are entirely in `edges`. */
 struct chain {
     sha256_mix *mix;
     uint8_t edges[EDGES];

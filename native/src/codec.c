@@ -1,4 +1,4 @@
-/* The public functions: checks, the choice of kernels, and the walk over rows. */
+/* Public functions: checks, choice of kernels, loops over rows. */
 #include "codec.h"
 
 #ifdef KVSTORE_HAS_X86

@@ -1,4 +1,4 @@
-/* A prepared codec, and the kernel functions of each format and level. Private to native/src. */
+/* Prepared codec, and kernel functions of each format and level. Private to native/src. */
 #ifndef KVSTORE_CODEC_H
 #define KVSTORE_CODEC_H
 
@@ -13,9 +13,9 @@ typedef void unpack_row(const struct kvstore_codec *codec, const uint8_t *codes,
                         const uint8_t *scales, size_t count, unsigned char *values,
                         int is_streamed);
 
-/* Where magnitudes change their element under one scale. They are cut into eight cells of half an
- * octave each, the first from 0 on and the last without end, so that those of cell k have element k
- * or k + 1, the latter above ends[k]. All are copied to fill vectors. */
+/* Limits of magnitudes with the same element under one scale. Eight cells of half an octave, the
+ * first from 0 on and the last unbounded: magnitudes of cell k have element k, or k + 1 above
+ * ends[k]. All are repeated to fill vectors. */
 union cells {
     struct {
         uint16_t base[16], ends[16];
@@ -47,12 +47,12 @@ static const struct shape SHAPE[] = {
 };
 
 struct kvstore_codec {
-    /* Answers of the portable FP4 kernel to every question that a faster one asks, so that the
-     * two cannot differ. Magnitudes are the bits of a number without its sign. */
+    /* Tables of results of the portable FP4 kernel for the faster ones, so that all are equal.
+     * Magnitudes are the bits of a number without its sign. */
     union elements elements[SCALE_CODES];
     union cells cells[SCALE_CODES];
-    /* The scale of a block with this largest magnitude; of f32 that of its upper 16 bits, and the
-     * next scale if it is above this one's end. */
+    /* Scale of a block by its largest magnitude; for f32 by its upper 16 bits, and the next scale
+     * above the end of this one. */
     uint8_t scale_of[MAGNITUDES_16];
     uint32_t scale_ends[SCALE_CODES];
     uint32_t least; /* a block with a smaller largest magnitude, but not 0, has no cells */
@@ -66,7 +66,7 @@ struct kvstore_codec {
     squares_of_row *squares;
 };
 
-/* Infinity of the dtype: what every magnitude of a number is below. */
+/* Infinity of the dtype, above the magnitude of every number. */
 static inline uint32_t magnitude_infinity(int dtype) { return WIDE[dtype].top; }
 
 /* Add the squared differences of a row's values and its dequantized codes. */
@@ -82,11 +82,11 @@ unpack_row fp4_unpack_portable, fp8_unpack_portable;
 /* Bytes of a row of `values` values. Returns OK or SHAPE. */
 struct row_bytes {
     size_t values, codes, scales;
-    int is_joinable; /* consecutive rows form one longer row: rows have no own scale */
+    int is_joinable; /* consecutive rows form one row: rows have no scale of their own */
 };
 int codec_row(const struct kvstore_codec *codec, size_t values, struct row_bytes *row);
 
-/* Fence non-temporal stores. Once a call: a fence per row costs most of their gain. */
+/* Fence non-temporal stores, once per call: a fence per row loses most of their gain. */
 void end_stream(int is_streamed);
 
 #if defined(__x86_64__)

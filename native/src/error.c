@@ -7,7 +7,7 @@ enum {
 
 static double float_of(const unsigned char *values, size_t i, int dtype) {
     const uint32_t bits = load(values + i * WIDE_BYTES[dtype], dtype);
-    /* widen() takes no NaN */
+    /* widen() does not accept NaN */
     return (bits & F32_MAGNITUDE) > F32_INFINITY ? from_bits((uint64_t)0x7FF8 << 48) : widen(bits);
 }
 
@@ -41,7 +41,7 @@ void measure_row(const struct kvstore_codec *codec, const unsigned char *values,
 #define AVX2 __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline, target("avx2,f16c")))
 
-/* 16 numbers, in an order that is the same for the same dtype. */
+/* 16 numbers, in a fixed order for each dtype. */
 INLINE void floats(const unsigned char *values, int dtype, __m256 found[2]) {
     const __m256i first = _mm256_loadu_si256((const void *)values);
     if (dtype == KVSTORE_F32) {

@@ -1,8 +1,8 @@
-/* Portable FP4 quantization: the reference that the tables of faster kernels are built from.
+/* Portable FP4 quantization: the reference, from which the tables of faster kernels are built.
  *
  * Arithmetic is in double, where every product and quotient below is exact or provably rounds the
- * same way, and no operand is ever a subnormal. Rounding to a narrow format is one function on
- * bits, because all of them (E2M1, E4M3, f16, bf16, f32) differ only in three numbers. */
+ * same way, and no operand is a subnormal. Rounding to a narrow format (E2M1, E4M3, f16, bf16, f32)
+ * is one function on bits with three parameters. */
 #include "codec.h"
 
 enum { BLOCK_MAX = 32 };
@@ -18,8 +18,8 @@ static double scale_value(int format, uint8_t scale) {
     return format == KVSTORE_MXFP4 ? e8m0_value(scale) : e4m3_value(scale);
 }
 
-/* amax is the bits of a float that is no NaN. The quotients by 6 and by global_scale are floats,
- * as in the code that each rule is named after; for V41 that equals the exact quotient. */
+/* amax is the bits of a float other than NaN. Quotients by 6 and by global_scale are floats, as in
+ * the original code of each rule; for V41 that equals the exact quotient. */
 static uint8_t choose_scale(const struct kvstore_codec *codec, uint32_t amax) {
     const int rule = codec->rule;
     if (rule == KVSTORE_RULE_V41) {
@@ -44,7 +44,7 @@ static uint8_t choose_scale(const struct kvstore_codec *codec, uint32_t amax) {
     return (uint8_t)(exponent > 2 ? exponent - 2 : 0);
 }
 
-/* The product as a float, which is what TORCHAO rounds. Clamped first: 8 already saturates. */
+/* The product as a float, as TORCHAO rounds it. Clamped first: 8 already saturates. */
 static double float_product(double value, double factor) {
     const double product = value * factor;
     const double limit = 8.0;
@@ -134,7 +134,7 @@ int fp4_check(const struct kvstore_codec *codec) {
     if (!(codec->format == KVSTORE_NVFP4 ? nvfp4 : mxfp4)) {
         return KVSTORE_ERR_RULE;
     }
-    /* Between these bounds every scale, its reciprocal and the quotient of both are normal floats.
+    /* Within these bounds every scale, its reciprocal and their quotient are normal floats.
      * The negated test also refuses NaN. */
     const float global_scale = codec->global_scale;
     if (!(global_scale >= (float)power_of_two(-100) && global_scale <= (float)power_of_two(100)) ||
@@ -173,7 +173,7 @@ static void prepare_elements(struct kvstore_codec *codec, int level) {
 
 typedef uint8_t code_of(const struct kvstore_codec *codec, struct divisor by, uint32_t bits);
 
-/* The largest finite magnitude that `code`, which grows with it, takes to at most `most`. */
+/* Largest finite magnitude with a `code` of at most `most`; codes grow with magnitudes. */
 static uint32_t last_magnitude(const struct kvstore_codec *codec, code_of *code, struct divisor by,
                                uint32_t most) {
     uint32_t low = 0, high = magnitude_infinity(codec->dtype);
@@ -199,7 +199,7 @@ static uint8_t code_of_scale(const struct kvstore_codec *codec, struct divisor b
     return choose_scale(codec, bits);
 }
 
-/* Divide the magnitudes of a scale into cells, or return 0 if subnormals are too close. */
+/* Divide the magnitudes of a scale into cells; return 0 if subnormals are too close. */
 static int prepare_cells(struct kvstore_codec *codec, uint8_t scale) {
     const struct divisor by = divisor_of(codec, scale);
     const int64_t half_octave = (int64_t)1 << (WIDE[codec->dtype].fraction_bits - 1);

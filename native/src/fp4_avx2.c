@@ -1,4 +1,4 @@
-/* FP4 with AVX2, on integers only: fp4_prepare of the portable kernel did all floating-point work.
+/* FP4 with AVX2, on integers only: fp4_prepare computes all floating-point results in advance.
  * Magnitudes are compared with the limits of their elements, and elements are looked up, so the
  * bytes equal the portable ones in any rounding mode and subnormal mode. */
 #include "codec.h"
@@ -10,7 +10,7 @@
 #define INLINE static inline __attribute__((always_inline, target("avx2")))
 
 enum {
-    PREFETCH_BYTES = 4096 /* so far ahead packing reads: two passes hide the stream from the CPU */
+    PREFETCH_BYTES = 4096 /* of packing: two passes hide the stream from the CPU */
 };
 
 #include "fp4_rows.h"
@@ -36,8 +36,8 @@ INLINE __m128i largest(const __m128i v[4], int is_wide) {
     return is_wide ? c : _mm_srli_epi32(_mm_max_epu16(c, _mm_slli_epi32(c, 16)), 16);
 }
 
-/* The codes of 16 magnitudes of 16 bits: their cell, and one more above its end. A cell's end is
- * looked up by the two bytes where it lies. */
+/* The codes of 16 magnitudes of 16 bits: their cell, plus one above its end, which is looked up by
+ * its two bytes. */
 INLINE __m256i codes_of_16(__m256i magnitudes, const union cells *cells, int is_f16) {
     const __m256i above = _mm256_subs_epu16(magnitudes, vector(cells->of_16.base));
     const __m256i half_octaves = is_f16 ? _mm256_srli_epi16(above, 9) : _mm256_srli_epi16(above, 6);
@@ -57,8 +57,8 @@ INLINE __m256i codes_of_32(__m256i magnitudes, const union cells *cells) {
     return _mm256_sub_epi32(cell, _mm256_cmpgt_epi32(magnitudes, ends));
 }
 
-/* 32 codes and the numbers they come from, in 16 bits each, to 16 words of two codes. Numbers keep
- * their sign when they are narrowed with saturation. */
+/* 32 codes and their numbers, of 16 bits each, to 16 words of two codes. Narrowing with saturation
+ * keeps the sign of numbers. */
 INLINE __m256i join(const __m256i codes[2], const __m256i numbers[2]) {
     const __m256i signs = _mm256_and_si256(
         _mm256_srli_epi16(_mm256_packs_epi16(numbers[0], numbers[1]), 4), _mm256_set1_epi8(8));
@@ -102,7 +102,7 @@ INLINE void pack_codes(const struct kvstore_codec *codec, const unsigned char *v
     }
     const __m256i joined = _mm256_packus_epi16(join(codes, numbers), join(codes + 2, numbers + 2));
     __m128i *address = (__m128i *)(void *)nibbles;
-    if (is_f32) { /* narrowing put the lower halves of vectors first: pairs of codes alternate */
+    if (is_f32) { /* after narrowing, pairs of codes alternate between vectors */
         const __m128i low = _mm256_castsi256_si128(joined);
         const __m128i high = _mm256_extracti128_si256(joined, 1);
         _mm_storeu_si128(address, _mm_unpacklo_epi16(low, high));
@@ -127,8 +127,8 @@ INLINE __m256i look_up(const uint8_t first[4][E2M1_CODES], const uint8_t second[
     return _mm256_shuffle_epi8(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1), codes);
 }
 
-/* Store vectors whose low halves follow each other, and then their high halves. Streams go by 16
- * bytes: an array is seldom aligned to more, and the CPU joins them to whole lines anyway. */
+/* Store vectors, first the low halves, then the high halves. Streams are 16 bytes wide: arrays are
+ * seldom aligned to more, and the CPU combines stores to whole lines. */
 INLINE void put(unsigned char *address, const __m256i *found, size_t count, int is_streamed) {
     for (size_t i = 0; i < count; i += 2) {
         if (is_streamed) {
@@ -158,7 +158,7 @@ INLINE void unpack_32(const struct kvstore_codec *codec, const uint8_t *nibbles,
         _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)nibbles));
     const __m256i codes = _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)),
                                            _mm256_set1_epi16(0x0F0F));
-    const int top = target == HALF ? 0 : 2; /* where the upper 16 bits lie */
+    const int top = target == HALF ? 0 : 2; /* position of the upper 16 bits */
     const __m256i low = look_up(a, b, top, codes), high = look_up(a, b, top + 1, codes);
     const __m256i upper[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
     if (target == HALF) {
@@ -188,7 +188,7 @@ INLINE void unpack_blocks(const struct kvstore_codec *codec, const uint8_t *nibb
                   is_streamed, target);
         scales += 1 + is_nvfp4;
     }
-    if (i < count) { /* one block of 16 is left: beside a copy of itself */
+    if (i < count) { /* one block of 16 is left: paired with itself */
         uint8_t codes[16] = {0};
         unsigned char padded[32 * 4];
         memcpy(codes, nibbles + i / 2, 8);

@@ -8,14 +8,14 @@
 #define INLINE static inline __attribute__((always_inline)) AVX512
 
 enum {
-    PREFETCH_BYTES = 8192 /* so far ahead packing reads: two passes hide the stream from the CPU */
+    PREFETCH_BYTES = 8192 /* of packing: two passes hide the stream from the CPU */
 };
 
 #include "fp4_rows.h"
 
 INLINE __m512i vector(const void *address) { return _mm512_loadu_si512(address); }
 
-/* The halves of a table of 32 entries of 16 bits: those of one scale, and those of the next. */
+/* The halves of a table of 32 entries of 16 bits: of one scale, and of the next. */
 INLINE __m512i two_of_16(const uint16_t *first, const uint16_t *second) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)first)),
                               _mm256_loadu_si256((const void *)second), 1);
@@ -129,8 +129,8 @@ AVX512 void fp4_pack_avx512(const struct kvstore_codec *codec, const unsigned ch
     pack_any(codec, values, count, codes, scales, stats);
 }
 
-/* How values leave: through the cache, or past it in streams of 16 or of 64 bytes, as they are
- * aligned. NumPy aligns large arrays to 16 only; the processor joins those to lines anyway. */
+/* Store of values: to the cache, or non-temporal with 16 or 64 bytes, by alignment. NumPy aligns
+ * large arrays to 16 only; the processor combines those stores to lines. */
 enum stream { CACHED = 0, BY_16 = 16, BY_64 = 64 };
 
 INLINE void put(unsigned char *address, __m512i values, enum stream stream) {
@@ -146,7 +146,7 @@ INLINE void put(unsigned char *address, __m512i values, enum stream stream) {
     }
 }
 
-/* 16 values of 32 bits from 8 bytes. Of an index the look-up takes its lowest four bits only. */
+/* 16 values of 32 bits from 8 bytes. The look-up uses the lowest four bits of an index. */
 INLINE void unpack_of_32(const union elements *elements, const uint8_t *codes,
                          unsigned char *values, enum stream stream) {
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const void *)codes));
@@ -154,8 +154,8 @@ INLINE void unpack_of_32(const union elements *elements, const uint8_t *codes,
     put(values, _mm512_permutexvar_epi32(index, vector(elements->of_32)), stream);
 }
 
-/* 32 values of 16 bits from 16 bytes. An index has five bits: under one scale the fifth picks one
- * of two equal tables, under two it must tell their blocks apart. */
+/* 32 values of 16 bits from 16 bytes. The fifth bit of an index selects the table of a scale; with
+ * one scale both tables are equal. */
 INLINE void unpack_of_16(const union elements *first, const union elements *second,
                          const uint8_t *codes, unsigned char *values, enum stream stream,
                          int is_one) {
@@ -197,7 +197,7 @@ INLINE void unpack_blocks(const struct kvstore_codec *codec, const uint8_t *code
                   is_f32, is_nvfp4);
         scales += 1 + is_nvfp4;
     }
-    if (i < count) { /* one block of 16 is left: beside a copy of itself */
+    if (i < count) { /* one block of 16 is left: paired with itself */
         uint8_t padded_codes[16] = {0};
         unsigned char padded[32 * 4];
         memcpy(padded_codes, codes + i / 2, 8);

@@ -1,5 +1,5 @@
-/* How a row is packed at every level. It is included where PREFETCH_BYTES and INLINE are defined,
- * and before the two functions that differ. */
+/* Packing of a row at every level. Included after the definitions of PREFETCH_BYTES and INLINE, and
+ * before the two functions that depend on the level. */
 
 enum {
     STEP = 64,      /* values at a time: one vector of AVX2, so that short rows have short tails */
@@ -9,13 +9,12 @@ enum {
 /* The largest magnitude of each quarter of a step, as 32 bits. */
 INLINE __m128i largest_of_quarters(const unsigned char *values, int dtype);
 
-/* The codes of a step. A quarter that was odd gets codes of no meaning. */
+/* The codes of a step; those of odd quarters are undefined. */
 INLINE void pack_codes(const struct kvstore_codec *codec, const unsigned char *values,
                        const uint8_t *scales, uint8_t *codes, int dtype, size_t block);
 
-/* Look up the scales of four blocks of 16 values, or of two of 32, from what is largest in each
- * quarter of a step. Returns 0 if all have cells: not an infinity, a NaN or an amax below `least`.
- */
+/* Look up the scales of four blocks of 16 values, or two of 32, by the largest of each quarter of a
+ * step. Returns 0 if all have cells: no infinity, NaN or amax below `least`. */
 INLINE int choose_scales(const struct kvstore_codec *codec, const unsigned char *values,
                          uint8_t *scales, int dtype, size_t block) {
     __m128i quarters = largest_of_quarters(values, dtype);
@@ -35,8 +34,7 @@ INLINE int choose_scales(const struct kvstore_codec *codec, const unsigned char 
             scales[i] = codec->scale_of[most];
         }
     }
-    /* As signed numbers; only the sign of each term counts. One less, 0 is negative: it has cells.
-     */
+    /* Signed numbers, of which only the sign counts. 0 less one is negative: it has cells. */
     const __m128i less = _mm_sub_epi32(quarters, _mm_set1_epi32(1));
     const __m128i is_large = _mm_cmpgt_epi32(less, _mm_set1_epi32(infinity - 2));
     const __m128i is_small = _mm_cmpgt_epi32(_mm_set1_epi32(least - 1), less);
@@ -44,7 +42,7 @@ INLINE int choose_scales(const struct kvstore_codec *codec, const unsigned char 
         _mm_castsi128_ps(_mm_or_si128(is_large, _mm_andnot_si128(less, is_small))));
 }
 
-/* Pack some steps: first all scales, then all codes, so that no code waits for its scale. */
+/* Pack some steps: first all scales, then all codes, to hide the latency of scales. */
 INLINE void pack_steps(const struct kvstore_codec *codec, const unsigned char *values, size_t steps,
                        uint8_t *codes, uint8_t *scales, struct kvstore_pack_stats *stats, int dtype,
                        size_t block) {
@@ -63,7 +61,7 @@ INLINE void pack_steps(const struct kvstore_codec *codec, const unsigned char *v
                    dtype, block);
     }
     for (size_t i = 0; odd >> i; i++) {
-        if (odd >> i & 1) { /* rare: what is counted, replaced or very small is not done here */
+        if (odd >> i & 1) { /* rare: infinities, NaN and very small values */
             fp4_pack_portable(codec, values + i * bytes, STEP, codes + i * STEP / 2,
                               scales + i * STEP / block, stats);
         }

@@ -1,9 +1,8 @@
 /* Portable FP8 quantization: the reference for faster kernels.
  *
- * Arithmetic is in double, where no operand is ever a subnormal. A quotient of two floats that is
- * not on a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than
- * 2^-31 of its size, so a double never rounds onto one: rounding the double once more is rounding
- * the exact quotient. */
+ * Arithmetic is in double, where no operand is a subnormal. A quotient of two floats that is not on
+ * a midpoint of E4M3 (5 significant bits) or of a float (25) differs from it by more than 2^-31 of
+ * its size, so its double is not on one either: rounding the double rounds the exact quotient. */
 #include "bytes.h"
 #include "codec.h"
 
@@ -12,8 +11,8 @@ enum { MX_BLOCK = 32, MX_LARGEST = 254, MX_NAN = 0xFF };
 static const uint32_t F32_LARGEST = 0x7F7FFFFF;
 static const uint32_t F32_NAN = 0x7FC00000;
 
-/* 2^ceil(log2(amax / 448)) as E8M0, for the bits of a float that is no NaN. 448 is 1.75 * 2^8: what
- * is added to the fraction carries into the exponent exactly when the fraction exceeds .75. */
+/* 2^ceil(log2(amax / 448)) as E8M0, for the bits of a float other than NaN. 448 is 1.75 * 2^8: the
+ * addend carries into the exponent exactly if the fraction exceeds .75. */
 static uint8_t rceil_scale(uint32_t amax) {
     if (amax == F32_INFINITY) {
         return MX_LARGEST; /* infinity / 448 is infinite, and saturates to the largest scale */
@@ -23,9 +22,9 @@ static uint8_t rceil_scale(uint32_t amax) {
 }
 
 /* amax / 448 as the bits of a float, where amax is the largest finite magnitude of the row. Only a
- * row of zeros has the scale 0: what rounds to 0 becomes the least float, or all would be lost. */
+ * row of zeros has scale 0: other scales that round to 0 become the least float. */
 static uint32_t amax_scale(uint32_t amax, int has_infinity) {
-    if (amax == 0) { /* with nothing finite to keep, an infinity becomes the largest float */
+    if (amax == 0) { /* without finite values, an infinity becomes the largest float */
         amax = has_infinity ? F32_LARGEST : 0;
     }
     const uint32_t scale = round_to(&WIDE[KVSTORE_F32], widen(amax) / 448);

@@ -1,5 +1,4 @@
-/* Reading frames from a file into memory with verification. kvstore/frame/format.py defines a good
- * frame; this code applies the same checks to many frames. */
+/* Reading of frames from a file into memory, with the checks of kvstore/frame/format.py. */
 #define _POSIX_C_SOURCE 200809L /* pread */
 
 #include "codec.h"
@@ -17,7 +16,7 @@ enum {
     HASH_AT = 32,
     HASH_BYTES = 32,
     HAS_IMAGES = 1,
-    SKIPPED = 16384 /* bytes whose copy takes as long as a system call, about 2 us */
+    SKIPPED = 16384 /* bytes whose copy is as slow as a system call, about 2 us */
 };
 
 static int read_whole(int file, int64_t offset, uint8_t *buffer, size_t bytes) {

@@ -1,5 +1,5 @@
-/* Shared code of the kernels: numbers as bits, one rounding function for all formats, and the
- * checks of strided rows. Private to native/src. */
+/* Shared code of kernels: numbers as bits, one rounding function for all formats, checks of strided
+ * rows. Private to native/src. */
 #ifndef KVSTORE_KERNELS_H
 #define KVSTORE_KERNELS_H
 
@@ -11,7 +11,7 @@
 _Static_assert(sizeof(float) == 4 && FLT_MANT_DIG == 24, "float must be IEEE binary32");
 _Static_assert(sizeof(double) == 8 && DBL_MANT_DIG == 53, "double must be IEEE binary64");
 
-/* A binary format, as round_to sees it: a sign, an exponent and a fraction, subnormals included. */
+/* Binary format of round_to: sign, exponent and fraction, subnormals included. */
 struct binary {
     int bias;
     int fraction_bits;
@@ -66,7 +66,7 @@ static inline uint32_t round_to(const struct binary *narrow, double value) {
     if (target >= 0xFF) { /* beyond every format here */
         return sign | narrow->top;
     }
-    /* Below the first normal exponent, the steps stay as wide and the fraction loses bits. */
+    /* Below the first normal exponent, steps have a fixed width and the fraction loses bits. */
     const int normal = target > 0 ? target - 1 : 0;
     const int shift = 52 - narrow->fraction_bits + (target > 0 ? 0 : 1 - target);
     if (shift > 54) {
@@ -123,8 +123,8 @@ static inline void store(unsigned char *target, int dtype, uint32_t code) {
     }
 }
 
-/* The double that equals a float that is no NaN. Not a cast: a thread that treats subnormals as
- * zero would lose them. */
+/* The double equal to a float other than NaN. Not a cast, which loses subnormals in a thread that
+ * flushes them to zero. */
 static inline double widen(uint32_t bits) {
     const uint64_t sign = (uint64_t)(bits >> 31) << 63;
     const uint32_t magnitude = bits & F32_MAGNITUDE;

@@ -1,12 +1,11 @@
-/* Copying and summing a part in one pass, in both directions. */
+/* Copy and checksum of a part in one pass, in both directions. */
 #include "codec.h"
 #include "xxh3.h"
 
 enum {
-    STEP = 4096, /* bytes of codes that are unpacked and then summed: from here on larger ones gain
-                    little */
+    STEP = 4096, /* bytes of codes that are unpacked, then summed: larger ones gain little */
     STAGED = 4096,   /* bytes of short rows that are copied at a time */
-    SHORT_ROW = 1024 /* shorter rows go through the stage: separate calls would cost more */
+    SHORT_ROW = 1024 /* shorter rows use the stage: separate calls would be slower */
 };
 
 /* A segment with the sizes that its codec determines. */
@@ -86,8 +85,8 @@ static int check_segments(const struct plane *part, const struct kvstore_segment
     return part_bytes == part->row_bytes ? KVSTORE_OK : KVSTORE_ERR_SHAPE;
 }
 
-/* Copy rows of `bytes` bytes. Not with a memcpy per row: for rows known to be short, compilers emit
- * code that takes 20 ns a row. */
+/* Copy rows of `bytes` bytes, without a memcpy per row: compilers' code for short rows needs 20 ns
+ * per row. */
 static inline __attribute__((always_inline)) void
 copy_rows_of(uint8_t *target, ptrdiff_t target_stride, const uint8_t *source,
              ptrdiff_t source_stride, size_t rows, size_t bytes) {
@@ -107,8 +106,7 @@ copy_rows_of(uint8_t *target, ptrdiff_t target_stride, const uint8_t *source,
     }
 }
 
-/* The same, with loops of their own for planes of V4.1 (256 and 32, 64 and 4) and of dense heads.
- */
+/* The same, with separate loops for planes of V4.1 (256 and 32, 64 and 4) and of dense heads. */
 static void copy_rows(uint8_t *target, ptrdiff_t target_stride, const uint8_t *source,
                       ptrdiff_t source_stride, size_t rows, size_t bytes) {
 #define ROWS_OF(n)                                                                                 \

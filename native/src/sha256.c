@@ -1,5 +1,4 @@
-/* SHA-256 in plain C: the definition of FIPS 180-4, and what a processor without the instructions
- * gets. */
+/* SHA-256 in plain C, after FIPS 180-4, for processors without the instructions. */
 #include "sha256.h"
 
 const uint32_t sha256_start[SHA256_WORDS] = {

@@ -1,4 +1,4 @@
-/* SHA-256 (FIPS 180-4), as much of it as chained block hashes need. Private to native/src. */
+/* SHA-256 (FIPS 180-4) for chained block hashes. Private to native/src. */
 #ifndef KVSTORE_SHA256_H
 #define KVSTORE_SHA256_H
 

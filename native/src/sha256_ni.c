@@ -1,5 +1,5 @@
-/* SHA-256 with the instructions that x86 has for it. Each takes four rounds' worth of the message
- * schedule, and keeps the state as the words A B E F and C D G H. */
+/* SHA-256 with the x86 SHA instructions. Each has four rounds of the message schedule; the state is
+ * in the words A B E F and C D G H. */
 #include "sha256.h"
 
 #ifdef KVSTORE_HAS_SHA_NI

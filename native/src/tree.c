@@ -10,7 +10,7 @@
 
 enum {
     PAGE = 4096,
-    HEAD = 16, /* of a page: number, padding, flags, where free space begins and ends */
+    HEAD = 16, /* of a page: number, padding, flags, bounds of free space */
     NODE = 8,  /* of a node: size of the value or page below, flags, size of the key */
     RECORD = 48,
     METAS = 2,

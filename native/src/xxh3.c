@@ -11,8 +11,8 @@ static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4
 static const uint64_t PRIME_MX1 = 0x165667919E3779F9, PRIME_MX2 = 0x9FB21C651E98DF25;
 
 enum {
-    MIDDLE = 128,      /* up to here inputs are read from both ends towards the middle */
-    SCRAMBLE_KEY = 128 /* where in the secret: its last 64 bytes */
+    MIDDLE = 128,      /* up to this size inputs are read from both ends to the middle */
+    SCRAMBLE_KEY = 128 /* offset in the secret: its last 64 bytes */
 };
 
 const uint8_t xxh3_secret[192] = {
@@ -48,7 +48,7 @@ static uint64_t avalanche(uint64_t hash) {
     return hash ^ hash >> 32;
 }
 
-/* That of XXH64, which the shortest inputs take. */
+/* That of XXH64, for the shortest inputs. */
 static uint64_t old_avalanche(uint64_t hash) {
     hash = (hash ^ hash >> 33) * PRIME64_2;
     hash = (hash ^ hash >> 29) * PRIME64_3;

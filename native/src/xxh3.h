@@ -1,9 +1,8 @@
 /* XXH3, 64 bits, with seed 0 and the default secret: the checksum of a part, docs/format.md,
  * section 4. Written from the specification in xxHash's doc/xxhash_spec.md. Private to native/src.
  *
- * The length of an input is known before its first byte, so no stripe waits for the next byte, and
- * input in multiples of a stripe is never buffered.
- */
+ * The length of an input is known in advance, so stripes need no look-ahead, and input in multiples
+ * of a stripe is not buffered. */
 #ifndef KVSTORE_XXH3_H
 #define KVSTORE_XXH3_H
 
@@ -39,17 +38,16 @@ struct xxh3 {
     xxh3_mix *mix;
     uint64_t total, seen; /* bytes of the input, and bytes added so far */
     uint64_t striped;     /* how many of them are mixed as whole stripes; at least one is not */
-    /* The stripe that ends at `striped`, and then bytes that wait: for their stripe to be whole, or
-     * behind `striped` for the end. The last stripe of an input ends with it and overlaps another.
-     */
+    /* The stripe that ends at `striped`, then bytes of an incomplete stripe. The last stripe of an
+     * input ends with it and overlaps another. */
     uint8_t held[XXH3_STRIPE + XXH3_SHORT];
 };
 
-/* Start the sum of `total` bytes. The level must be one that this processor has. */
+/* Start the sum of `total` bytes. The processor must support the level. */
 void xxh3_begin(struct xxh3 *sum, uint64_t total, int level);
 
-/* Add the next bytes, of any number, `total` in all. Also copy them to target, unless it is null;
- * this is as careful as xxh3_mix. */
+/* Add the next bytes, of any number, `total` in all. Also copy them to target, unless it is null,
+ * as xxh3_mix does. */
 void xxh3_update(struct xxh3 *sum, const uint8_t *data, size_t bytes, uint8_t *target,
                  int is_streamed);
 

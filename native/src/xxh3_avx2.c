@@ -9,14 +9,14 @@
 
 enum { LANES_PER_VECTOR = 4, VECTORS = XXH3_LANES / LANES_PER_VECTOR, AHEAD = 2048 };
 
-enum way { SUM, COPY, STREAM }; /* where stripes go besides the sum: nowhere, or to a target */
+enum way { SUM, COPY, STREAM }; /* target of stripes besides the sum: none, cached, or streamed */
 
 INLINE __m256i load(const void *address) { return _mm256_loadu_si256((const __m256i *)address); }
 
 INLINE void put(uint8_t *target, __m256i vector, enum way way) {
     if (way == COPY) {
         _mm256_storeu_si256((__m256i *)(void *)target, vector);
-    } else if (way == STREAM) { /* by 16 bytes: targets are seldom aligned to more */
+    } else if (way == STREAM) { /* 16 bytes wide: targets are seldom aligned to more */
         __m128i *address = (__m128i *)(void *)target;
         _mm_stream_si128(address, _mm256_castsi256_si128(vector));
         _mm_stream_si128(address + 1, _mm256_extracti128_si256(vector, 1));
@@ -46,8 +46,7 @@ INLINE void mix(uint64_t memory[XXH3_LANES], const uint8_t *data, size_t stripes
         const size_t to_scramble = XXH3_BLOCK_STRIPES - first;
         const size_t run = stripes < to_scramble ? stripes : to_scramble;
         const uint8_t *secret = xxh3_secret + 8 * first;
-        /* Each word is also added to the neighbour of its lane; their order is changed once a run.
-         */
+        /* Each word is also added to the neighbour of its lane; the order changes once per run. */
         __m256i plain[VECTORS] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
         for (size_t stripe = 0; stripe < run; stripe++) {
             if (way == STREAM) {

@@ -48,5 +48,5 @@ def test_each_checkout_runs_its_own_bench(tmp_path: Path) -> None:
 
 def test_a_bench_that_fails_is_said(tmp_path: Path) -> None:
     folder = checkout(tmp_path / "old", 1.0)
-    with pytest.raises(SystemExit, match="bench.two printed no JSON; it left with 1"):
+    with pytest.raises(SystemExit, match="bench.two printed no JSON; its exit status is 1"):
         figures(folder, ["bench.two"])

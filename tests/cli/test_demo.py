@@ -114,11 +114,11 @@ def test_the_table_and_the_summary_name_the_result(
     rows = dict(table_rows(dense_report))
     assert rows["restored from the store"] == "256 tokens"
     assert rows["largest difference of a logit"] == "0 (exact)"
-    assert rows["first token, window still pooled"] == "-"
+    assert rows["first token, window in the pool"] == "-"
     labels = [label for label, _ in table_rows(dense_report)]
     assert labels[-3:] == [label for label, _ in table_rows(reference_report)][-3:]
     assert "restored 256 of 300 tokens and computed the other 44" in summary(dense_report)
-    assert "running the last 128 restored ones again" in summary(reference_report)
+    assert "after a replay of the last 128 restored ones" in summary(reference_report)
 
 
 @pytest.mark.parametrize(

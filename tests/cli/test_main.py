@@ -153,7 +153,7 @@ def test_a_table_has_a_column_for_each_engine_and_a_sentence(
     out, err = capsys.readouterr()
     assert err == ""
     assert "transformers" in out
-    assert "answered 20.0 times sooner, 100.0 ms instead of 2.00 s" in out
+    assert "is 20.0 times faster, 100.0 ms instead of 2.00 s" in out
     assert "'[red]said'" in out  # shown as it is, not taken for markup
 
 

@@ -414,8 +414,8 @@ def test_very_many_layers_are_refused_at_once() -> None:
     [
         (b'{"model_type": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "not a readable JSON file"),
         (b'{"model_type": "llama", "a": Infinity}', "num_attention_heads must be"),
-        (b'{"model_type": "llama", "model_type": "mamba"}', "'model_type' stands twice"),
-        (b'{"a": {"b": 1, "b": 1}}', "'b' stands twice"),
+        (b'{"model_type": "llama", "model_type": "mamba"}', "'model_type' occurs twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "'b' occurs twice"),
         ('{"model_type": "llama"}'.encode("utf-16"), "not a readable JSON file"),
         (b'"llama"', "a JSON str, expected an object"),
     ],

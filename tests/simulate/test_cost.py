@@ -114,7 +114,7 @@ def test_tiers_are_read_as_they_are_written() -> None:
         (["ssd=1GiB"], "needs the bytes of a token"),
         (["ssd=5%,speed=9"], "tier ssd: expected write=, latency= or policy=, found speed"),
         (["a=5%", "ssd=5%,write=back"], "expected write=through or on-evict, found 'back'"),
-        (["ssd=5%,write=on-evict"], "nothing is above the first tier"),
+        (["ssd=5%,write=on-evict"], "no tier is above the first one"),
         (["ssd=5%,policy=mru"], "tier ssd: no policy named 'mru'; expected one of lru"),
         (["ssd=5%,latency=9"], "expected a time such as"),
         (["ssd=5%", "ssd=6%"], "two tiers are named 'ssd'"),

@@ -1,7 +1,7 @@
-"""An archive: blocks of a store as one file, a tar of frames. docs/format.md, section 7, is normative.
+"""Archives: blocks of a store as one file, a tar of frames. docs/format.md, section 7, is normative.
 
-``exporting`` writes one, ``importing`` reads one into a store. ``manifest`` is its first member, ``tar`` the container. Blocks are
-verified on the way out and again on the way in. No name in an archive is used as a path.
+``exporting`` writes one, ``importing`` reads one into a store; ``manifest`` is its first member, ``tar`` the
+container. Export and import both verify blocks. No name in an archive is used as a path.
 """
 
 from __future__ import annotations

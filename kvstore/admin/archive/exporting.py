@@ -1,4 +1,4 @@
-"""Writes an archive: verified blocks of a store, in the order of their last use."""
+"""Export of a store: verified blocks, in the order of their last use."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def export_store(
 ) -> dict[str, Any]:
     """Write the blocks of a store to ``file``, a tar, compressed with zstd if it ends in ``.zst``.
 
-    Every frame is verified; bad blocks and their descendants are left out and counted. An owner
-    may go on meanwhile: blocks that it evicts are counted as vanished. ``file`` is replaced when
-    the new one is complete and synced. Without ``namespaces``, numbers as ``stats`` shows them, all
-    are written. ``progress(done, total)`` is called now and then. Returns plain JSON values.
+    Every frame is verified; bad blocks and their descendants are left out and counted. The store may be
+    in use: blocks evicted meanwhile are counted as vanished. ``file`` is replaced when the new one is
+    complete and synced. ``namespaces`` are numbers as in ``stats``, by default all. ``progress(done,
+    total)`` is called repeatedly. Returns plain JSON values.
 
     Raises:
-        ConfigError: for a number that no namespace has.
-        StoreError: if there is no store, it cannot be read, or the file cannot be written.
+        ConfigError: for an unknown namespace number.
+        StoreError: if the store is missing or unreadable, or the file cannot be written.
 
-    Cost: memory of 16 MB of frames and some 300 bytes a block.
+    Cost: memory of 16 MB of frames and some 300 bytes per block.
     """
     with open_for_reading(path) as store:
         facts = namespace_facts(store.ssd)
@@ -79,7 +79,7 @@ class _Export:
         self._good: set[BlockKey] = set()
 
     def write_blocks(self) -> None:
-        """Write every block after its parent, and a repeated use as a member without content."""
+        """Write every block after its parent, and repeated uses as members without content."""
         size = max(1, min(READ_BATCH, COMMIT_BYTES // self._store.frame_format.frame_bytes))
         batch: list[BlockKey] = []
         for key, is_use in self._in_order():
@@ -105,8 +105,8 @@ class _Export:
     def _in_order(self) -> Iterator[tuple[BlockKey, bool]]:
         """Yield blocks by their last use, each after its ancestors; True marks a repeated use.
 
-        A block used after one of its descendants comes a second time, marked, at that position:
-        an import in this order restores the recency. Blocks without a parent are faults.
+        A block used after a descendant is yielded twice, so that an import restores the recency. Orphans
+        become faults.
         """
         records = self._records
         done: set[BlockKey] = set()
@@ -161,7 +161,7 @@ class _Export:
             result = store.ssd.read(keys[first:], take)
             done += result.count
             if result.fault == BUSY:
-                msg = f"the store at {store.ssd.path} cannot be read just now; nothing was exported: try again"
+                msg = f"the store at {store.ssd.path} is busy and cannot be read; nothing was exported: try again"
                 raise StoreError(msg)
             if result.fault is not None:
                 self._faults[keys[done]] = result.fault

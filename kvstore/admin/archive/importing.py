@@ -1,4 +1,4 @@
-"""Reads an archive into a store. Every block is verified again: an archive may come from anywhere."""
+"""Import of an archive into a store. Archives are not trusted: every block is verified."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from kvstore.tier.ssd.tier import READ_BATCH
 from kvstore.transfer.interrupts import BARRIER_SECONDS
 
 SEEN_BLOCKS = 1 << 16
-"""Blocks whose hash an import remembers for their children, some 200 bytes each. The hash of an
-older one is read back."""
+"""Blocks whose hashes are cached for their children, some 200 bytes each; older ones are read back."""
 _NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The identity of a block that is stored in the target or queued."""
+    """Identity of a block in the target or its write queue."""
 
     hash: BlockHash
     number: int
@@ -44,12 +43,12 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of one chain with one expiry and one pin, stored by one call: a ``Chain``."""
+    """Run of blocks with one expiry and one pin, stored by one call: a ``Chain``."""
 
     root: BlockHash
     space: int
     above: bytes
-    """Keys of their ancestors, end to end."""
+    """Concatenated keys of the ancestors."""
     parent: BlockHash
     expires: int
     is_pinned: bool
@@ -58,7 +57,7 @@ class _Run:
 
     @property
     def first(self) -> int:
-        """Number of the first of them."""
+        """Number of the first block."""
         return len(self.above) // KEY_BYTES
 
     @property
@@ -67,25 +66,25 @@ class _Run:
         return self.above + b"".join(block_key(header.block_hash) for header in self.headers)
 
     def key(self, number: int) -> BlockKey:
-        """Key of block ``number``."""
+        """Return the key of a block or an ancestor."""
         if number < self.first:
             return BlockKey(self.above[number * KEY_BYTES : (number + 1) * KEY_BYTES])
         return block_key(self.hash_of(number))
 
     def hash_of(self, number: int) -> BlockHash:
-        """Hash of one of them."""
+        """Return the hash of one of the blocks."""
         return self.headers[number - self.first].block_hash
 
     def parent_hash(self, number: int) -> BlockHash:
-        """Hash of the parent of one of them."""
+        """Return the parent hash of one of the blocks."""
         return self.hash_of(number - 1) if number > self.first else self.parent
 
     def has_images(self, number: int) -> bool:
-        """Say whether an image touches one of them."""
+        """Return whether one of the blocks has image tokens."""
         return self.headers[number - self.first].has_images
 
     def continues(self, header: Header, member: Member) -> bool:
-        """Say whether a block is the next of them."""
+        """Return whether a block is the next of the run."""
         last = self.headers[-1]
         alike = (self.space, self.expires, self.is_pinned)
         return (
@@ -96,7 +95,7 @@ class _Run:
 
 
 class _Import:
-    """One import: the target store, the run being gathered, and the counts."""
+    """One import: target store, current run, and counts."""
 
     def __init__(self, manifest: Manifest, store: OpenStore, index: KeyedIndex) -> None:
         self._manifest = manifest
@@ -161,7 +160,7 @@ class _Import:
         return None
 
     def _above(self, header: Header, root: BlockHash) -> bytes | str:
-        """Return the keys of a block's ancestors, or the fault if its parent is not in the store."""
+        """Return the keys of a block's ancestors, or a fault if its parent is missing."""
         if not header.number:
             return b"" if header.parent_hash == root else "identity"
         key = block_key(header.parent_hash)
@@ -173,7 +172,7 @@ class _Import:
         return path if parent == expected and len(path) == header.number * KEY_BYTES else "identity"
 
     def _path(self, key: BlockKey, root: BlockHash) -> bytes | None:
-        """Return the keys from the root to a stored or queued block, None if it is neither."""
+        """Return the keys from the root to a stored or queued block, None for others."""
         keys: list[BlockKey] = []
         above: BlockKey | None = key
         with self._store.context.lock:
@@ -188,7 +187,7 @@ class _Import:
         return None if above is None else b"".join(reversed(keys))
 
     def _stored(self, key: BlockKey) -> _Seen | None:
-        """Read back a stored block's identity, None if the block is not stored."""
+        """Read the identity of a stored block, None if it is not stored."""
         self._writer.flush()
         record, frame = self._store.ssd.record(key), self._store.ssd.frame(key)
         if record is None or frame is None:
@@ -200,7 +199,7 @@ class _Import:
         return _Seen(header.block_hash, header.number, root)
 
     def finish(self) -> None:
-        """Queue the gathered run for storing."""
+        """Queue the current run for storing."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -218,7 +217,7 @@ class _Import:
         )
 
     def _use(self, key: BlockKey) -> None:
-        """Make an earlier block of the archive the most recently used one."""
+        """Make an earlier block the most recently used one."""
         self.finish()
         context = self._store.context
         with context.lock:
@@ -236,7 +235,7 @@ class _Import:
             self._writer.note_use(key, tick)
 
     def keep_generations(self) -> None:
-        """Record generations that are newer than the recorded ones."""
+        """Record the newer generations of the archive."""
         ssd = self._store.ssd
         newer = {
             line: newest
@@ -268,22 +267,21 @@ class _Import:
 def import_store(
     file: Path, path: Path, ssd_bytes: str, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Store the blocks of an archive in the store at ``path``, which is created if there is none.
+    """Store the blocks of an archive in the store at ``path``, which is created if missing.
 
-    Each block is verified. One that is corrupt, has another name than its key, or has no parent in
-    the store is refused and counted. Blocks that are present already stay: the first writer wins.
-    Imported blocks are used later than all present ones, in the archive's order; a cap that is too
-    small evicts the least recently used. A damaged archive ends the import there, and the blocks
-    before it stay; ``damage`` has the reason. ``progress(done, total)`` counts bytes of the file.
+    Each block is verified; one that is corrupt, has another name than its key, or has no parent in the
+    store is refused and counted. Present blocks stay. Imported blocks are more recent than present ones,
+    in the archive's order; a cap that is too small evicts the least recently used. Damage ends the
+    import; blocks before it stay, and ``damage`` has the reason. ``progress(done, total)`` counts bytes.
 
     Raises:
-        ConfigError: for a size that cannot work.
+        ConfigError: for an invalid size.
         LayoutMismatch: if the store at ``path`` has another format; it is left untouched.
         StoreBusy: if a process owns it.
         StoreError: if ``file`` is no archive, or the medium fails.
         OSError: if ``file`` cannot be read.
 
-    Cost: memory of the write queue (256 MiB at most) and some 200 bytes a block of the target.
+    Cost: memory of the write queue (256 MiB at most) and some 200 bytes per block of the target.
     """
     path = resolved(path)
     capacity, total = size_bytes(ssd_bytes, "--ssd-bytes"), file.stat().st_size
@@ -315,7 +313,7 @@ def import_store(
                 store.flush()
                 result = work.result()
             except MEDIUM_ERRORS as error:
-                msg = f"the import into {path} stopped: {error}; what was stored stays"
+                msg = f"the import into {path} stopped: {error}; the blocks stored so far stay"
                 raise StoreError(msg) from error
     progress(total, total)
     return {"file": str(file), "path": str(path), "damage": damage, **result}

@@ -1,4 +1,4 @@
-"""The manifest of an archive: the store's format, its namespaces, and the generations of their weights."""
+"""Manifest of an archive: store format, namespaces, and generations of their weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMBER = re.compile("[0-9]{1,10}")
 
 
 def encode_manifest(store: InspectedStore, spaces: Mapping[int, Mapping[str, Any]]) -> bytes:
-    """Return the manifest of a store's namespaces, by their numbers, as JSON."""
+    """Return the manifest of some namespaces, by number, as JSON."""
     lines = (_line(store.form, space, store.secret) for space in spaces.values())
     generations = {}
     for line in lines:
@@ -64,14 +64,14 @@ def _root(form: StoreFormat, space: Mapping[str, Any], secret: bytes | None) -> 
 
 
 def _line(form: StoreFormat, space: Mapping[str, Any], secret: bytes | None) -> str | None:
-    """Return the line of weights that generations of a namespace are recorded under."""
+    """Return the name under which the generations of a namespace's weights are recorded."""
     first = _root(form, {**space, "generation": 0}, secret)
     return None if first is None or form.key_bytes else first.hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest, checked, with the roots that its namespaces have in the target store."""
+    """Checked manifest, with the roots of its namespaces in the target store."""
 
     form: StoreFormat
     frames: Frames
@@ -95,7 +95,7 @@ def read_manifest(file: Path, members: Members, first: Member | None, target: Pa
     text: str = found["format"]
     form, frames = parse_frames(text)
     if text != format_text(form):
-        raise StoreError(f"{what}: its format is not spelled as a store spells it")
+        raise StoreError(f"{what}: its format is not in the canonical form of a store")
     secret = secret_of(target, text)
     spaces, roots = {}, {}
     for number, space in found["namespaces"].items():
@@ -108,17 +108,14 @@ def read_manifest(file: Path, members: Members, first: Member | None, target: Pa
     newest = {line: value for line, value in found["generations"].items() if line in lines}
     for value in newest.values():
         if type(value) is not int or not 0 <= value < LAST_GENERATION:
-            msg = (
-                f"{what}: its {MANIFEST} takes a namespace to generation {str(value)[:40]}, expected an "
-                f"integer in [0, {LAST_GENERATION}), so that new weights can have a later one"
-            )
+            msg = f"{what}: its {MANIFEST} has generation {str(value)[:40]}, expected an integer in [0, {LAST_GENERATION})"
             raise StoreError(msg)
     above = keys_root(secret) if form.key_bytes else None
     return Manifest(form, frames, text, found["layout"], spaces, roots, above, newest)
 
 
 def _parsed(file: Path, what: str, members: Members, first: Member | None) -> dict[str, Any]:
-    """Return the fields of a manifest, each of its type. Raises ``StoreError`` for anything else."""
+    """Return the fields of a manifest, with checked types. Raises ``StoreError``."""
     if first is None or first.name != MANIFEST or not first.is_file:
         msg = f"{what}: its first member is {first.name[:80] if first else None!r}, expected {MANIFEST!r}"
         raise StoreError(msg)

@@ -1,4 +1,4 @@
-"""The container of an archive: a tar, plain or compressed with zstd, read forward in bounded memory."""
+"""Container of an archive: a tar, plain or compressed with zstd, read sequentially in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ from kvstore.output.files import written
 SKIPPED_BYTES = 1 << 30
 """Largest member that can be refused and skipped; a larger one ends the import."""
 _WINDOW_BYTES = 128 << 20
-"""Largest window of a zstd stream. zstd recommends 8 MiB for decoders; every level but --ultra stays
-below 128 MiB."""
+"""Largest window of a zstd stream: above that of every level but --ultra. zstd recommends 8 MiB for decoders."""
 _CHUNK = 1 << 20
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _FREE, _PINNED = 0o600, 0o400
 """Modes of a block that may be evicted, and of one that is pinned."""
 _LAST_SECOND = 8**11 - 1
-"""Largest time in a header, in the year 2242. A later expiry becomes this one."""
+"""Largest time in a header, in the year 2242; later expiries are reduced to it."""
 
 
 @contextmanager
 def write_archive(file: Path) -> Iterator[IO[bytes]]:
-    """Open a stream for the members of ``file``, which gets all of them or none.
-
-    It is compressed with zstd if its name ends in ``.zst``.
-    """
+    """Open a stream for the members of ``file``, written atomically, with zstd if it ends in ``.zst``."""
     with written(file) as raw:
         if file.suffix == ".zst":
             compressor = zstandard.ZstdCompressor(write_checksum=True)
@@ -50,10 +46,10 @@ def _end(stream: IO[bytes]) -> None:
 def write_member(
     stream: IO[bytes], name: str, data: bytes, *, is_pinned: bool = False, expires: float = 0
 ) -> None:
-    """Write one file. Its mode records the pin, its time the expiry: 0 is never."""
+    """Write one file. Its mode records the pin, its time the expiry (0: never)."""
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), _PINNED if is_pinned else _FREE
-    if expires:  # that of a damaged record may be negative: long ago
+    if expires:  # negative in damaged records
         info.mtime = int(max(1.0, min(expires, _LAST_SECOND)))
     stream.write(info.tobuf(tarfile.USTAR_FORMAT))
     stream.write(data)
@@ -62,7 +58,7 @@ def write_member(
 
 @contextmanager
 def read_archive(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Open the tar inside ``file``: its stream, and the number of bytes of ``file`` read so far."""
+    """Open the tar in ``file``: its stream, and a function for the bytes of ``file`` read so far."""
     with file.open("rb") as raw:
         magic = raw.read(len(_ZSTD_MAGIC))
         raw.seek(0)
@@ -75,7 +71,7 @@ def read_archive(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 class ArchiveDamage(Exception):  # noqa: N818 - reported as ``damage``; never raised to a caller
-    """The archive cannot be read any further."""
+    """Damage that ends the reading of an archive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Member:
 
 
 class Members:
-    """The members of a tar, read forward, one header at a time, in bounded memory."""
+    """Members of a tar, read sequentially, one header at a time, in bounded memory."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -119,7 +115,7 @@ class Members:
             )
 
     def read(self, member: Member) -> bytearray:
-        """Return the content of the current member, once."""
+        """Return the content of the current member; at most one call per member."""
         data = bytearray(self._exactly(member.size))
         self._left -= member.size
         return data

@@ -1,4 +1,4 @@
-"""The command ``kvstore demo``."""
+"""Command ``kvstore demo``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.cli.parameters import Json
-from kvstore.cli.terminal import (
-    FAILED,
-    OK,
-    complain,
-    progress,
-    write_json,
-    write_line,
-    write_table,
-)
+from kvstore.cli.terminal import FAILED, OK, complain, progress, write_json, write_line, write_table
 
 
 def demo(
@@ -31,10 +23,9 @@ def demo(
     engine
         The model: SmolLM2-135M on transformers, the small V4.1-shaped reference, or both.
     text
-        A UTF-8 text file for the prompt. Default: 4,120 tokens of Python's own documentation.
+        UTF-8 file with the prompt. Default: 4,120 tokens of Python's documentation.
     store
-        A directory for the store, kept afterwards; with both engines, one store each inside it.
-        Default: a temporary one.
+        Directory of the store, which is kept; with both engines, of one store each. Default: temporary.
     """
     from kvstore.cli.demo.engines import EngineName
     from kvstore.cli.demo.measure import run_demo

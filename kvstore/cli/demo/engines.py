@@ -1,4 +1,4 @@
-"""Models of the demo, behind one protocol."""
+"""Models of the demo, with a common protocol."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Say: TypeAlias = Callable[[str], None]
 BLOCK_TOKENS = 128
 NEW_TOKENS = 32
 TENANT = "kvstore demo"
-"""The tenant whose blocks the demo clears before a cold run."""
+"""Tenant of the demo, whose blocks are cleared before a cold run."""
 STORE_WAIT_SECONDS = 60.0
-"""The demo waits for a slow disk; an engine in production would drop blocks instead."""
+"""Longest wait for a slow disk; an engine in production would drop blocks instead."""
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds of consecutive named laps."""
+    """Durations of consecutive named laps, in seconds."""
 
     laps: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """End the lap ``name`` now; the next one starts here."""
+        """End the current lap as ``name``, and start the next one."""
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
@@ -42,10 +42,9 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The tokens and logits of one run, and the seconds of each stage of its TTFT.
+    """Tokens and logits of one run, and the seconds of each stage of its TTFT.
 
-    Shapes:
-        logits ``[steps, vocab]``: of the first ``steps`` new tokens.
+    Shapes: logits ``[steps, vocab]``, of the first ``steps`` new tokens.
     """
 
     new_tokens: tuple[int, ...]
@@ -75,7 +74,7 @@ class Engine(Protocol):
 
     name: EngineName
     spec: Mapping[str, Any]
-    """Arguments that load the same model in another process: plain JSON."""
+    """Arguments for loading the same model in another process, as plain JSON."""
     options: Mapping[str, Any]
     """Options of its store: layout, namespace and window."""
 
@@ -88,7 +87,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, tokens: list[int]) -> Logits:
-        """Compute a prompt in one forward pass, without a cache; return the last logits ``[vocab]``."""
+        """Run one forward pass without a cache; return the last logits ``[vocab]``."""
         ...
 
     def open(self, path: Path) -> kvstore.PrefixCache:
@@ -100,7 +99,7 @@ class Engine(Protocol):
     def run(
         self, cache: kvstore.PrefixCache, tokens: list[int], watch: Stopwatch, *, reuse: bool
     ) -> Answer:
-        """Run a prompt, continue it, and store it. ``reuse=False`` takes nothing from the cache.
+        """Run a prompt, continue it, and store it. ``reuse=False`` does not read the cache.
 
         The caller starts ``watch``; the engine ends a lap for each stage up to the first token.
         """
@@ -108,7 +107,7 @@ class Engine(Protocol):
 
 
 class TransformersEngine(Engine):
-    """A dense model on transformers: keys and values of every token are stored, nothing is replayed."""
+    """Dense model on transformers: keys and values of every token are stored, without replay."""
 
     def __init__(self, folder: str, dtype: str) -> None:
         from kvstore.engine import smollm2
@@ -156,9 +155,9 @@ class TransformersEngine(Engine):
 
 
 class ReferenceEngine(Engine):
-    """A small DeepSeek-V4.1-shaped model with random weights: windows are pooled or replayed.
+    """Small DeepSeek-V4.1-shaped model with random weights: windows are pooled or replayed.
 
-    Its tokens are bytes, and its text is meaningless: the demo compares its arithmetic.
+    Its tokens are bytes. Its text is meaningless; the demo compares logits.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -202,7 +201,7 @@ class ReferenceEngine(Engine):
         self, cache: kvstore.PrefixCache, tokens: list[int], watch: Stopwatch, *, reuse: bool
     ) -> Answer:
         if not reuse:
-            cache.clear()  # this engine always looks up, so there must be nothing to find
+            cache.clear()  # this engine always looks up
         self._engine.cache, self._watch = cache, watch
         made = self._engine.generate(tokens, NEW_TOKENS)
         return Answer(
@@ -221,11 +220,7 @@ ENGINES: Mapping[str, Callable[..., Engine]] = {
 
 
 def load_engine(name: EngineName, say: Say) -> Engine:
-    """Load an engine.
-
-    Raises:
-        ConfigError: naming the command that installs what is missing.
-    """
+    """Load an engine. Raises ``ConfigError`` with the command that installs missing packages."""
     if name == "reference":
         return ReferenceEngine()
     from kvstore.engine import smollm2
@@ -236,7 +231,7 @@ def load_engine(name: EngineName, say: Say) -> Engine:
 
 
 def check_installed(names: tuple[EngineName, ...]) -> None:
-    """Raise ``ConfigError`` before another engine runs for minutes."""
+    """Raise ``ConfigError`` for missing weights, before another engine runs for minutes."""
     if "transformers" in names:
         from kvstore.engine import smollm2
 

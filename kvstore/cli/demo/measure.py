@@ -25,11 +25,11 @@ from kvstore.cli.demo.prompt import prompt
 from kvstore.cli.demo.report import STAGES, Report
 
 UNCHUNKED_BELOW_SECONDS = 5.0
-"""Longest cold run that is repeated without chunks: a repetition costs as much."""
+"""Longest cold run that is repeated without chunks, which doubles the time."""
 
 
 def demonstrate(engine: Engine, text: str | None, store: Path, say: Say) -> Report:
-    """Run the demo of one engine with a store in directory ``store``, which is created if missing."""
+    """Run the demo of one engine with a store in ``store``, which is created if missing."""
     tokens = prompt(engine, text)
     warm_up(engine)
     with engine.open(store) as cache:
@@ -83,10 +83,10 @@ def demonstrate(engine: Engine, text: str | None, store: Path, say: Say) -> Repo
 
 
 def _page_cache(remote: Remote, bytes_per_token: Fraction) -> str:
-    """Say whether the page cache was dropped, by the bytes that the process read from the disk."""
+    """Return whether the page cache was dropped, judged by the bytes read from the disk."""
     if remote.disk_read_bytes is None:
         return "unknown"
-    # Half of the payload: read-ahead blurs the exact number, and some pages may be shared.
+    # Half of the payload, because of read-ahead and shared pages.
     wanted = remote.run.hit_tokens * bytes_per_token / 2
     return "dropped" if remote.disk_read_bytes >= wanted else "kept"
 
@@ -107,9 +107,7 @@ def run_demo(
     """Run the demo of each engine. A ``store`` directory is kept, a temporary one removed.
 
     A store holds one layout: with several engines each has a directory of its own in ``store``.
-
-    Raises:
-        ConfigError: if an engine or its weights are not installed, or the text is too short.
+    Raises ``ConfigError`` if an engine or its weights are not installed, or the text is too short.
     """
     check_installed(names)
     reports = []

@@ -1,4 +1,4 @@
-"""A second process: it loads the same model and answers from the store."""
+"""Second process of the demo: loads the same model and restores blocks from the store."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from kvstore.cli.demo.engines import BLOCK_TOKENS, ENGINES, Answer, Engine, Stop
 from kvstore.errors import KVStoreError, StoreError
 
 SECOND_PROCESS_SECONDS = 1800.0
-"""Longest wait for the second process: hours of thrashing are a failure too."""
+"""Longest run of the second process; hours of thrashing are a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
-    """The answer of another process."""
+    """Result of another process."""
 
     run: Answer
     pid: int
     disk_read_bytes: int | None
-    """Bytes that it read from the disk, None where the system does not count them."""
+    """Bytes read from the disk, None if the system does not count them."""
 
 
 def run_elsewhere(
     engine: Engine, store: Path, tokens: list[int], *, threads: int, drop_page_cache: bool = False
 ) -> Remote:
-    """Load the same model in a new process and answer there from the store.
+    """Run a prompt in a new process, with the same model and the store.
 
-    Raises:
-        KVStoreError: with the last line of its stderr, if the process failed.
+    Raises ``KVStoreError`` with the last line of its stderr if the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
         work = Path(folder)
@@ -64,8 +63,8 @@ def run_elsewhere(
             msg = f"the second process did not finish in {SECOND_PROCESS_SECONDS:.0f} seconds"
             raise StoreError(msg) from error
         if done.returncode != 0 or not (work / "result.json").is_file():
-            said = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
-            msg = f"the second process failed with exit status {done.returncode}: {said[0]}"
+            last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+            msg = f"the second process failed with exit status {done.returncode}: {last[0]}"
             raise KVStoreError(msg)
         result = json.loads((work / "result.json").read_text(encoding="utf-8"))
         result["new_tokens"] = tuple(result["new_tokens"])
@@ -75,7 +74,7 @@ def run_elsewhere(
 
 
 def _work(folder: Path) -> None:
-    """Answer the job in ``folder`` and write the result there."""
+    """Run the job in ``folder`` and write the result there."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     engine = ENGINES[job["engine"]](**job["spec"])
     store = Path(job["store"])
@@ -120,7 +119,7 @@ def drop_page_cache(store: Path) -> None:
 
 
 def _disk_read_bytes() -> int | None:
-    """Return the bytes that this process has read from disks, None where the system does not count them."""
+    """Return the bytes that this process has read from disks, None if they are not counted."""
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""The prompt of the demo."""
+"""Prompt of the demo."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvstore.cli.demo.engines import BLOCK_TOKENS, Engine
 from kvstore.errors import ConfigError
 
 PROMPT_TOKENS = 4120
-"""Length of the default prompt: 32 blocks, and 24 tokens to compute, as of a question at the end."""
+"""Length of the default prompt: 32 blocks, and 24 tokens to compute, like a final question."""
 MAX_PROMPT_TOKENS = 8192 - 128
-"""The demo model has 8,192 positions; the new tokens need some."""
+"""The demo model has 8,192 positions, of which the new tokens need some."""
 
 
 def default_text() -> str:
-    """Return an English text of some 120,000 tokens that every CPython carries: its own topics."""
+    """Return an English text of some 120,000 tokens: the help topics in every CPython."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -30,10 +30,9 @@ def read_text(path: Path) -> str:
 
 
 def prompt(engine: Engine, text: str | None) -> list[int]:
-    """Return the prompt's token ids: ``text``, or the first tokens of the default text.
+    """Return the token ids of ``text``, or of the start of the default text.
 
-    Raises:
-        ConfigError: if the text is too short for one block to be restored.
+    Raises ``ConfigError`` if the text is too short for one block to be restored.
     """
     if text is None:
         # Enough characters for any tokenizer, without tokenizing all of it.
@@ -42,7 +41,7 @@ def prompt(engine: Engine, text: str | None) -> list[int]:
     if len(tokens) <= BLOCK_TOKENS:
         msg = (
             f"the text has {len(tokens)} tokens for engine {engine.name}, expected more than "
-            f"{BLOCK_TOKENS}: nothing shorter than a block is kept; give a longer text"
+            f"{BLOCK_TOKENS}: only whole blocks are stored; give a longer text"
         )
         raise ConfigError(msg)
     return tokens

@@ -1,4 +1,4 @@
-"""The result of one engine, as JSON fields, as a table and as a sentence."""
+"""Result of one engine: JSON fields, table and sentence."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvstore.cli.demo.engines import BLOCK_TOKENS, NEW_TOKENS, EngineName
 from kvstore.index.plan import hit_limit
 
 REFERENCE_TOLERANCE = 1e-9
-"""Reference logits (binary64) that differ by less are equal: sums of other shapes round otherwise."""
+"""Difference up to which reference logits (binary64) are equal: rounding depends on shapes."""
 STAGES = ("open", "lookup", "read", "restore", "forward")
 """Stages of a warm TTFT, in order. ``read`` verifies in the same pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One engine's result. The fields are those of ``kvstore demo --json``, in its order."""
+    """Result of one engine. The fields are those of ``kvstore demo --json``, in order."""
 
     engine: EngineName
     model: str
@@ -28,13 +28,13 @@ class Report:
     replay_tokens: int
     cold_ttft_s: float
     warm_ttft_s: float
-    """In the second process; with the file in the page cache, because it has just been written."""
+    """In the second process, with the new file still in the page cache."""
     speedup: float
     ttft_parts: Mapping[str, float]
     """Of the warm TTFT, in seconds."""
     page_cache: str
     cold_disk_ttft_s: float | None
-    """In a third process, after asking the system to drop the file from the page cache."""
+    """In a third process, after a request to drop the file from the page cache."""
     cold_disk_parts: Mapping[str, float] | None
     cold_disk_page_cache: str | None
     """``"dropped"`` if the disk was read, ``"kept"`` if not, ``"unknown"`` without a count of bytes."""
@@ -47,7 +47,7 @@ class Report:
     """Restored against cold; where windows exist, with the window from the pool."""
     replayed_same_tokens: bool | None
     replayed_logit_diff: float | None
-    """The same after a replay. A replay is an approximation by design: no error if not 0."""
+    """The same after a replay, which is an approximation: a difference is no error."""
     unchunked_ttft_s: float | None
     unchunked_logit_diff: float | None
     """Differences between the cold run in chunks and one without chunks."""
@@ -60,7 +60,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each broken promise."""
+        """One sentence for each failed check."""
         found = []
         expected = hit_limit(self.prompt_tokens, BLOCK_TOKENS)
         if self.hit_tokens != expected:
@@ -94,21 +94,21 @@ def table_rows(report: Report) -> list[tuple[str, str]]:
     parts = [(f"    {stage}", _seconds(report.ttft_parts[stage])) for stage in STAGES]
     return [
         ("model", report.model),
-        ("computes in", f"{report.dtype}, threads: {report.threads}"),
+        ("number format", f"{report.dtype}, threads: {report.threads}"),
         ("prompt", f"{report.prompt_tokens:,} tokens"),
         ("restored from the store", f"{report.hit_tokens:,} tokens"),
-        ("    of these run again (replay)", f"{report.replay_tokens:,} tokens"),
+        ("    of these replayed", f"{report.replay_tokens:,} tokens"),
         ("first token, cold", _seconds(report.cold_ttft_s)),
-        ("first token, window still pooled", _seconds(report.pool_ttft_s)),
+        ("first token, window in the pool", _seconds(report.pool_ttft_s)),
         ("first token, second process", _seconds(report.warm_ttft_s)),
         *parts,
-        ("    sooner than cold", f"{report.speedup:.1f} x"),
+        ("    speedup over cold", f"{report.speedup:.1f} x"),
         (
             f"first token, page cache {report.cold_disk_page_cache or 'dropped'}",
             _seconds(report.cold_disk_ttft_s),
         ),
-        ("bytes a token, by layout", f"{report.bytes_per_token:,.0f}"),
-        ("bytes a token, on SSD", f"{report.ssd_bytes_per_token:,.0f}"),
+        ("bytes per token, by the layout", f"{report.bytes_per_token:,.0f}"),
+        ("bytes per token, on SSD", f"{report.ssd_bytes_per_token:,.0f}"),
         (f"same {NEW_TOKENS} tokens as cold", _yes(report.same_tokens)),
         ("    after a replay", _yes(report.replayed_same_tokens)),
         ("largest difference of a logit", _difference(report.max_logit_diff)),
@@ -117,26 +117,23 @@ def table_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def summary(report: Report) -> str:
-    """Return the result in plain words."""
+    """Return the result as sentences."""
     left = report.prompt_tokens - report.hit_tokens
     sentence = (
-        f"{report.engine}: the second process answered {report.speedup:.1f} times sooner, "
+        f"{report.engine}: the first token of the second process is {report.speedup:.1f} times faster, "
         f"{_seconds(report.warm_ttft_s)} instead of {_seconds(report.cold_ttft_s)}: it restored "
         f"{report.hit_tokens:,} of {report.prompt_tokens:,} tokens and computed the other {left:,}"
     )
     if report.replay_tokens:
-        sentence += f", after running the last {report.replay_tokens:,} restored ones again"
+        sentence += f", after a replay of the last {report.replay_tokens:,} restored ones"
     if report.replayed_logit_diff is not None:
         near = "exactly" if report.max_logit_diff == 0 else f"to {report.max_logit_diff:.2g}"
         sentence += (
-            f". With the window still pooled, in the first process, its logits are {near} those of "
-            f"the cold run. A replay approximates: after it they differ by up to "
-            f"{_difference(report.replayed_logit_diff)}, and the {NEW_TOKENS} tokens are "
-            f"{'the same' if report.replayed_same_tokens else 'others'} (the weights are random, so "
-            f"this says nothing about a trained model)"
+            f". With the window in the pool of the first process, logits are {near} those of the cold run. A "
+            f"replay is an approximation: logits differ by up to {_difference(report.replayed_logit_diff)}, and "
+            f"the {NEW_TOKENS} tokens are {'the same' if report.replayed_same_tokens else 'different'} (the "
+            "weights are random: no conclusion about a trained model)"
         )
     elif report.same_tokens and report.max_logit_diff == 0:
-        sentence += (
-            f". Its {NEW_TOKENS} tokens and all their logits are the cold run's, bit for bit"
-        )
+        sentence += f". Its {NEW_TOKENS} tokens and their logits equal the cold run's bit for bit"
     return sentence + "."

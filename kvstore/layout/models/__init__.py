@@ -22,8 +22,7 @@ def layout_of(
 ) -> Layout:
     """Return the layout of a config; ``quantization`` is its ``hf_quant_config.json``, if any.
 
-    Raises:
-        ConfigError: for an unsupported model type or class, or a field that contradicts its rules.
+    Raises ``ConfigError`` for an unsupported model type or class, or a field that contradicts its rules.
     """
     configs = _nested(config)
     text = configs[0]
@@ -32,16 +31,12 @@ def layout_of(
     named = (c.get(name) for c in configs for name in ("dtype", "torch_dtype"))
     quantized = cache_format(configs, quantization) if dtype is None else None
     own = quantized or next(filter(None, named), "bfloat16")
-    # An unsupported dtype such as float64 does not matter if ``dtype`` gives all formats.
+    # An unsupported dtype such as float64 is accepted if ``dtype`` gives all formats.
     return known.read(text, own if isinstance(own, str) else entry_format(own), dtype)
 
 
 def _nested(config: Config) -> Sequence[Config]:
-    """Return the config of the language model and the configs that contain it, innermost first.
-
-    Raises:
-        ConfigError: for an unsupported model type.
-    """
+    """Return the config of the language model and the configs that contain it, innermost first."""
     configs = [config]
     # A config between the two, such as thinker_config, may have no model type.
     while _type(configs[0]) in WRAPPERS or (len(configs) > 1 and not _type(configs[0])):
@@ -74,10 +69,7 @@ def _check_type(config: Config, *, is_nested: bool) -> None:
     elif kind in REASONS:
         msg = f"model type {kind!r} {REASONS[kind]}"
     else:
-        msg = (
-            f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not "
-            f"supported; {_REMEDY}"
-        )
+        msg = f"model type {brief(kind)} (architectures {brief(config.get('architectures'))}) is not supported; {_REMEDY}"
     raise ConfigError(msg)
 
 

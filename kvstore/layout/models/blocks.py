@@ -13,8 +13,7 @@ from kvstore.layout.values import Layout
 def per_block(config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
     """Return the layout of ``block_configs`` (Nemotron-NAS): plain attention, a linear layer or none.
 
-    Layers with the same number of KV heads share a group: k and v for the largest number, k_heads4
-    and so on for others.
+    Layers with the same number of KV heads share a group: k and v for the largest number, k_heads4 etc. below.
     """
     refuse_other_caches(config, "plain keys and values in some layers", ("block_configs",))
     heads, count = integer(config, "num_attention_heads"), layer_count(config)

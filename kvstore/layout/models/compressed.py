@@ -1,4 +1,4 @@
-"""Layouts of DeepSeek V4 and V4.1: entries that compress several tokens, and windows in every layer."""
+"""Layouts of DeepSeek V4 and V4.1: compressed entries of several tokens, and windows in every layer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DRAFT_ROW_BYTES = 2
 def compressed_sparse(config: Mapping[str, Any]) -> Layout:
     """Return the layout of a causal encoder-decoder with compressed sparse attention (DeepSeek-V4.1).
 
-    Owners are ``kv_source_layer_ids``. Owners of one compression ratio share a group for their main
-    entries (NVFP4) and one for their indexer keys (MXFP4). The encoder is every layer below the
-    last owner; its windows are pooled, the decoder's are not.
+    Owners are ``kv_source_layer_ids``; those of one compression ratio share a group of main entries
+    (NVFP4) and one of indexer keys (MXFP4). The encoder is every layer below the last owner; only its
+    windows are pooled.
     """
     ratios = list(integers(config, "compress_ratios"))
     owners = tuple(integers(config, "kv_source_layer_ids"))
@@ -47,38 +47,16 @@ def compressed_sparse(config: Mapping[str, Any]) -> Layout:
         members = tuple(owner for owner in owners if ratios[owner] == ratio)
         groups.append(_compressed_group("main", members, ratio, head_dim, "nvfp4"))
         groups.append(_compressed_group("index", members, ratio, index_dim, "mxfp4"))
+    decoder = tuple(range(last_owner, count))
     groups.append(_window_group(last_owner, head_dim, "mxfp8"))
-    groups.append(
-        LayerGroup(
-            name="decoder_window",
-            layers=tuple(range(last_owner, count)),
-            values=head_dim,
-            entry_format="mxfp8",
-            lifetime=Lifetime.TRANSIENT,
-        )
-    )
+    groups.append(_transient_group("decoder_window", decoder, head_dim, "mxfp8"))
     pooling = tuple(owner for owner in owners if ratios[owner] > 1)
     if pooling:
-        groups.append(
-            LayerGroup(
-                name="pair_ring",
-                layers=pooling,
-                values=2 * head_dim * _PAIR_STATE_BYTES,
-                entry_format="u8",
-                lifetime=Lifetime.TRANSIENT,
-            )
-        )
+        state_bytes = 2 * head_dim * _PAIR_STATE_BYTES
+        groups.append(_transient_group("pair_ring", pooling, state_bytes, "u8"))
     if config.get("num_nextn_predict_layers"):
-        drafts = integer(config, "num_nextn_predict_layers", most=MOST_LAYERS)
-        groups.append(
-            LayerGroup(
-                name="draft",
-                layers=tuple(range(count, count + drafts)),
-                values=head_dim * _DRAFT_ROW_BYTES,
-                entry_format="u8",
-                lifetime=Lifetime.TRANSIENT,
-            )
-        )
+        drafts = range(count, count + integer(config, "num_nextn_predict_layers", most=MOST_LAYERS))
+        groups.append(_transient_group("draft", tuple(drafts), head_dim * _DRAFT_ROW_BYTES, "u8"))
     return Layout(
         model=label_of(config),
         groups=tuple(groups),
@@ -137,6 +115,18 @@ def _compressed_group(
         entry_format=entry_format,
         scale_rule=_COMPRESSED_RULES.get(entry_format, ""),
         tokens_per_entry=ratio,
+    )
+
+
+def _transient_group(
+    name: str, layers: tuple[int, ...], values: int, entry_format: str
+) -> LayerGroup:
+    return LayerGroup(
+        name=name,
+        layers=layers,
+        values=values,
+        entry_format=entry_format,
+        lifetime=Lifetime.TRANSIENT,
     )
 
 

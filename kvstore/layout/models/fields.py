@@ -1,4 +1,4 @@
-"""Readers of config fields that check the value."""
+"""Checked reading of config fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_CONTEXT = 1 << 40
 
 
 def type_of(config: Config) -> str:
-    """Return the model type of a config as an error names it."""
+    """Return the model type of a config, for an error."""
     return brief(config.get("model_type"))
 
 
@@ -29,7 +29,7 @@ def label_of(config: Config) -> str:
 
 
 def integer(config: Config, *names: str, most: int = MOST_FIELD) -> int:
-    """Return the positive integer of a field that has one of these names."""
+    """Return the positive integer of a field with alternative names."""
     value, name = one_of_names(config, *names), f"config field {names[0]}"
     if value is None:
         msg = (
@@ -41,10 +41,9 @@ def integer(config: Config, *names: str, most: int = MOST_FIELD) -> int:
 
 
 def one_of_names(config: Config, *names: str) -> object:
-    """Return the value of a field that has several names; None if none of them has one.
+    """Return the value of a field with alternative names; None if all are absent.
 
-    Raises:
-        ConfigError: if two names have different values, of which each engine may read another.
+    Raises ``ConfigError`` if two names have different values, because engines differ in the one they read.
     """
     found = {name: config[name] for name in names if config.get(name) is not None}
     values = list(found.values())
@@ -112,9 +111,6 @@ def named_formats(
         formats = dict.fromkeys(needed, dtype)
     if not set(needed) <= formats.keys() <= {*needed, *optional}:
         also = f" and may have {' and '.join(optional)}" if optional else ""
-        msg = (
-            f"dtype names groups {sorted(map(str, formats))}, this model has exactly "
-            f"{' and '.join(needed)}{also}"
-        )
+        msg = f"dtype names groups {sorted(map(str, formats))}, this model has exactly {' and '.join(needed)}{also}"
         raise ConfigError(msg)
     return formats

@@ -1,9 +1,8 @@
 """Supported model types, with the stems of their class names and the rule for their layout.
 
-Other types are refused: the heads in a config do not tell what else a model caches.
-tests/layout/test_classes.py checks the layouts against the caches of transformers' classes. Source:
-configuration_*.py and modeling_*.py of transformers 5.24; for types without a class there, their
-repositories and vLLM.
+Other types are refused, because a config does not list all that a model caches. Source: configuration_*.py
+and modeling_*.py of transformers 5.24; for types without a class there, their repositories and vLLM.
+tests/layout/test_classes.py compares the layouts with the caches of transformers' classes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def _latent(stems: str, spec: Latent | None = None) -> Known:
 
 
 def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
-    """Return a type with fixed entry formats, to which ``dtype`` does not apply."""
+    """Return a type with fixed entry formats; it refuses ``dtype``."""
 
     def layout(config: Config, _own: str, dtype: str | Mapping[str, str] | None) -> Layout:
         if dtype is not None:
@@ -116,10 +115,7 @@ KNOWN: Mapping[str, Known] = {
     "bailing_moe": _plain("BailingMoe BailingMoeV2", _GIVEN),
     "biogpt": _plain("BioGpt", _OWN_HEADS),
     "bitnet": _plain("BitNet", _GIVEN),
-    "bloom": _plain(
-        "Bloom",
-        replace(_GPT2, hidden=("hidden_size", "n_embed")),
-    ),
+    "bloom": _plain("Bloom", replace(_GPT2, hidden=("hidden_size", "n_embed"))),
     "codegen": _plain("CodeGen", _GPT2),
     "cohere": _plain("Cohere"),
     "diffllama": _plain("DiffLlama"),
@@ -137,8 +133,7 @@ KNOWN: Mapping[str, Known] = {
     "gpt2": _plain("GPT2", _GPT2),
     "gpt-sw3": _plain("GPT2", _GPT2),
     "gpt_bigcode": _plain(
-        "GPTBigCode",
-        replace(_GPT2, kv_heads_of=_bigcode_kv_heads, claims=("multi_query",)),
+        "GPTBigCode", replace(_GPT2, kv_heads_of=_bigcode_kv_heads, claims=("multi_query",))
     ),
     "gpt_neox": _plain("GPTNeoX", _OWN_HEADS),
     "gpt_neox_japanese": _plain("GPTNeoXJapanese", _OWN_HEADS),
@@ -187,8 +182,7 @@ KNOWN: Mapping[str, Known] = {
     # ---- plain, with a sliding window in every layer if the config has one ------------------------
     "ministral3": _plain("Ministral3", _dim(128, Slides.EVERY)),
     "mistral": _plain(
-        "Mistral",
-        _defaults(Slides.EVERY, num_key_value_heads=8, sliding_window=4096),
+        "Mistral", _defaults(Slides.EVERY, num_key_value_heads=8, sliding_window=4096)
     ),
     "mixtral": _plain("Mixtral", _EVERY),
     "phi3": _plain("Phi3", _defaults(Slides.EVERY, **_HEADS)),
@@ -197,20 +191,15 @@ KNOWN: Mapping[str, Known] = {
     # ---- plain, full and sliding layers ------------------------------------------------------------
     "afmoe": _plain("Afmoe", _defaults(Slides.STATED, **_HEADS, head_dim=128)),
     "cohere2": _plain(
-        "Cohere2",
-        _defaults(Slides.STATED, **_HEADS, sliding_window=4096, sliding_window_pattern=4),
+        "Cohere2", _defaults(Slides.STATED, **_HEADS, sliding_window=4096, sliding_window_pattern=4)
     ),
     "cohere2_moe": _plain("Cohere2Moe", _defaults(Slides.STATED, **_HEADS, head_dim=128)),
     "cwm": _plain("Cwm", _dim(128, Slides.STATED)),
-    "dots1": _plain(
-        "Dots1",
-        _defaults(Slides.UPPER, sliding_window=4096, max_window_layers=62),
-    ),
+    "dots1": _plain("Dots1", _defaults(Slides.UPPER, sliding_window=4096, max_window_layers=62)),
     "exaone4": _plain("Exaone4", _STATED),
     "exaone_moe": _plain("ExaoneMoe ExaoneMoE", _STATED),
     "gemma2": _plain(
-        "Gemma2",
-        _defaults(Slides.STATED, **_GEMMA, sliding_window=4096, sliding_window_pattern=2),
+        "Gemma2", _defaults(Slides.STATED, **_GEMMA, sliding_window=4096, sliding_window_pattern=2)
     ),
     "gemma3_text": _plain(
         "Gemma3 Gemma3Text",
@@ -248,8 +237,7 @@ KNOWN: Mapping[str, Known] = {
     "qwen2_5_vl": _plain("Qwen2_5_VL", _QWEN2),
     "qwen2_5_vl_text": _plain("Qwen2_5_VLText", _QWEN2),
     "qwen2_5_omni_text": _plain(
-        "Qwen2_5OmniText",
-        _defaults(Slides.UPPER, **{**_QWEN2.left_out, "sliding_window": 32768}),
+        "Qwen2_5OmniText", _defaults(Slides.UPPER, **{**_QWEN2.left_out, "sliding_window": 32768})
     ),
     "qwen2_moe": _plain("Qwen2Moe", _QWEN_STATED),
     "qwen3": _plain("Qwen3", _QWEN3),
@@ -258,10 +246,7 @@ KNOWN: Mapping[str, Known] = {
     "qwen3_vl_text": _plain("Qwen3VLText", _dim(128)),
     "qwen3_vl_moe_text": _plain("Qwen3VLMoeText", _GIVEN),
     "smollm3": _plain("SmolLM3", _QWEN_STATED),
-    "vaultgemma": _plain(
-        "VaultGemma",
-        _defaults(Slides.STATED, head_dim=256, sliding_window=4096),
-    ),
+    "vaultgemma": _plain("VaultGemma", _defaults(Slides.STATED, head_dim=256, sliding_window=4096)),
     # ---- text parts of models of several media ------------------------------------------------------
     "glm4v_text": _plain("Glm4vText", _GIVEN),
     "glm4v_moe_text": _plain("Glm4vMoeText", _GIVEN),
@@ -319,18 +304,15 @@ WRAPPERS: Mapping[str, tuple[str, ...]] = {
     "step3_vl": ("Step3VL",),
     "vipllava": ("VipLlava",),
 }
-"""Multimodal model types that only cache their language model, and their stems.
-
-Images and sounds are tokens of that model. Types with cross attention (mllama, idefics, evolla) are
-not listed.
-"""
+"""Multimodal model types with the cache of their language model alone, and their stems. Images and sounds are
+tokens of that model. Types with cross attention (mllama, idefics, evolla) are not listed."""
 
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 """Fields with the config of a wrapper's language model, in order of preference."""
 
-_NOT_YET = "this version describes keys and values, latents and sliding windows alone"
+_NOT_YET = "this version supports keys and values, latents and sliding windows only"
 _STATE = f"keeps a recurrent or convolution state beside or instead of keys and values: {_NOT_YET}"
-_ENCODER = "is an encoder: it has no cache that later tokens read, so there is nothing to keep"
+_ENCODER = "is an encoder: it has no cache that later tokens read, so there is nothing to store"
 _CROSS = f"caches keys and values of another input (cross attention) beside those of its tokens: {_NOT_YET}"
 _CHUNKS = f"attends in chunks, whose keys and values are of no use after their chunk: {_NOT_YET}"
 _INDEXERS = f"has indexer keys in some of its layers, or in a format of its own: {_NOT_YET}"

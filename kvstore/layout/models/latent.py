@@ -35,7 +35,7 @@ class Latent:
 def latent(spec: Latent, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
     """Return the layout of latent attention: one latent with its rotated key per token and layer.
 
-    Draft layers, which few engines run, are not counted.
+    Draft layers are not counted, because few engines run them.
     """
     count = _layers(spec, config, "kv_lora_rank")
     formats = named_formats(own if dtype is None else dtype, ("latent",))
@@ -58,24 +58,18 @@ def _layers(spec: Latent, config: Config, *claims: str) -> int:
 def latent_sparse(config: Config) -> Layout:
     """Return the layout of latent attention with an indexer (DeepSeek-V3.2), in the FP8 cache of engines.
 
-    A latent has E4M3 codes with a float32 scale for each 128, and its rotated key in BF16: 656 bytes.
-    An indexer key has E4M3 codes with such scales: 132 bytes. Source: the ``fp8_ds_mla`` cache of vLLM
-    and FlashMLA. Both are stored as bytes, without a codec.
+    Latent: E4M3 codes with a float32 scale for each 128, and the rotated key in BF16: 656 bytes. Indexer
+    key: E4M3 codes with such scales: 132 bytes. Both are stored as bytes, without a codec. Source: the
+    ``fp8_ds_mla`` cache of vLLM and FlashMLA.
     """
     layers = tuple(range(_layers(Latent(), config, "kv_lora_rank", "index_head_dim")))
     indexers = config.get("indexer_types") or ["full"]
     if not isinstance(indexers, list | tuple) or any(kind != "full" for kind in indexers):
-        msg = (
-            f"model type {type_of(config)} has indexer_types {brief(indexers)}, expected an indexer of its "
-            "own in every layer"
-        )
+        msg = f"model type {type_of(config)} has indexer_types {brief(indexers)}, expected an indexer of its own in every layer"
         raise ConfigError(msg)
     rank, index_dim = integer(config, "kv_lora_rank"), integer(config, "index_head_dim")
     if rank % _LATENT_SCALE_BLOCK or index_dim % _LATENT_SCALE_BLOCK:
-        msg = (
-            f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found "
-            f"{rank} and {index_dim}"
-        )
+        msg = f"kv_lora_rank and index_head_dim must be multiples of {_LATENT_SCALE_BLOCK}, found {rank} and {index_dim}"
         raise ConfigError(msg)
     scaled = Fraction(_LATENT_SCALE_BLOCK + 4, _LATENT_SCALE_BLOCK)
     size = int(rank * scaled) + 2 * integer(config, "qk_rope_head_dim")

@@ -76,9 +76,8 @@ class AttentionLayers:
 def plain(spec: Plain, config: Config, own: str, dtype: str | Mapping[str, str] | None) -> Layout:
     """Return the layout of a model whose layers cache one key and one value per token and KV head.
 
-    Layers of full attention are GLOBAL; those with a sliding window are WINDOW. Windows keep ``own``,
-    the format of the model's cache, unless ``dtype`` names them: they stay in host memory for minutes,
-    where exactness matters more than bytes.
+    Layers with full attention are GLOBAL, with a sliding window WINDOW. Windows have ``own``, the format of
+    the model's cache, unless ``dtype`` names them: in host memory exactness matters more than bytes.
     """
     config = {**spec.left_out, **config}
     refuse_other_caches(config, "plain keys and values in every layer", spec.claims)
@@ -100,7 +99,7 @@ def layout_of_layers(
     dtype: str | Mapping[str, str] | None,
     window_tokens: int = 0,
 ) -> Layout:
-    """Return a layout with a group of keys and one of values for each item, the first named k and v."""
+    """Return a layout with a group of keys and one of values per item, the first named k and v."""
     optional = [f"{kind}{each.suffix}" for each in items[1:] for kind in "kv"]
     formats = named_formats(own if dtype is None else dtype, ("k", "v"), optional)
     return Layout(
@@ -149,10 +148,7 @@ def _head_dim(spec: Plain, config: Config, heads: int) -> int:
 
 
 def _refuse_ignored(config: Config, name: str, expected: str) -> None:
-    msg = (
-        f"model type {type_of(config)} has {name} {brief(config[name])}, which its class does not read; "
-        f"expected {expected}"
-    )
+    msg = f"model type {type_of(config)} has {name} {brief(config[name])}, which its class does not read; expected {expected}"
     raise ConfigError(msg)
 
 
@@ -194,7 +190,7 @@ _HEAD_SHAPES = {
 
 
 def refuse_other_caches(config: Config, expected: str, claims: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for a field that changes the cache beyond the rules of the model type."""
+    """Raise ``ConfigError`` for a field whose cache the rules of the model type do not cover."""
     for name, meaning in OTHER_CACHES.items():
         if config.get(name) and name not in claims:
             msg = f"model type {type_of(config)} uses {meaning} ({name}), expected {expected}"
@@ -240,14 +236,10 @@ def _layer_types(config: Config, count: int) -> list[str]:
 
 
 def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the ids of full-attention layers and of sliding-window layers, and the window size."""
     count = layer_count(config, *spec.layers)
     types = _layer_types(config, count)
     if any(kind not in (_FULL, _SLIDING) for kind in types):
-        msg = (
-            f"model type {type_of(config)} has layer types {brief(sorted(set(types)))}, expected {_FULL} "
-            f"and {_SLIDING} alone"
-        )
+        msg = f"model type {type_of(config)} has layer types {brief(sorted(set(types)))}, expected {_FULL} and {_SLIDING} alone"
         raise ConfigError(msg)
     owners = range(count - _shared(spec, config, count))
     if not types and _has_window(spec, config):
@@ -265,17 +257,14 @@ def _layers_by_type(spec: Plain, config: Config) -> tuple[tuple[int, ...], tuple
         raise ConfigError(msg)
     full = tuple(layer for layer in owners if types[layer] == _FULL)
     if not full:
-        msg = (
-            f"model type {type_of(config)} has {_SLIDING} in every layer, so there is no global KV to "
-            f"store; expected {_FULL} in some layer"
-        )
+        msg = f"model type {type_of(config)} has {_SLIDING} in every layer, so there is no global KV to store; expected {_FULL} in some layer"
         raise ConfigError(msg)
     sliding = tuple(layer for layer in owners if types[layer] == _SLIDING)
     return full, sliding, integer(config, "sliding_window") if sliding else 0
 
 
 def _shared(spec: Plain, config: Config, count: int) -> int:
-    """Return the number of last layers that own no keys and values."""
+    """Return the number of last layers without keys and values of their own."""
     if not spec.shares or not config.get(spec.shares):
         return 0
     shared = integer(config, spec.shares)
@@ -299,10 +288,7 @@ def _is_off(spec: Plain, config: Config) -> bool:
 
 
 def _covers_context(config: Config) -> bool:
-    """Return whether a window is longer than the longest context, so that it covers all tokens.
-
-    An equal length is not enough: engines keep one row less than the window.
-    """
+    """Return whether a window exceeds the context. Engines keep one row less, so equal is not enough."""
     window, context = config.get("sliding_window"), context_tokens(config)
     if context is None or not is_integer(window):
         return False

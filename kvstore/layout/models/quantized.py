@@ -1,4 +1,4 @@
-"""Entry format of keys and values that a checkpoint's quantization config prescribes."""
+"""Entry format of keys and values in a checkpoint's quantization config."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ _REMEDY = "give the format of its keys and values (--dtype, dtype=)"
 def cache_format(configs: Sequence[Config], beside: Config | None) -> str | None:
     """Return the entry format that a checkpoint's quantization prescribes for its cache, or None.
 
-    ``configs`` are a config and the configs that contain it; ``beside`` is a ``hf_quant_config.json``.
-
-    Raises:
-        ConfigError: for an unknown format.
+    ``configs`` are a config and the configs that contain it; ``beside`` is a
+    ``hf_quant_config.json``. Raises ``ConfigError`` for an unknown format.
     """
     for where in _quantizations(configs, beside):
         algorithm = where.get("kv_cache_quant_algo")

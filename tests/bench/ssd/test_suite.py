@@ -232,7 +232,7 @@ def test_no_peer_wins_by_not_checking(tmp_path: Path) -> None:
     data[2 * BLOCK_BYTES] ^= 1
     (tmp_path / "raw").write_bytes(data)
     worker.load([[0, 1, 3]])
-    with pytest.raises(RuntimeError, match="block 2 came back with another checksum"):
+    with pytest.raises(RuntimeError, match="block 2 was returned with another checksum"):
         worker.load([[2]])
     worker.close()
 
