@@ -1,4 +1,4 @@
-"""Direct reads of the data file, past the kernel's page cache."""
+"""Direct reads (``O_DIRECT``) of the data file, past the kernel's page cache."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 from pathlib import Path
 
 PAGE_BYTES = 4096
-"""Alignment of offset, length and memory of a direct read: the page of LMDB, enough for any disk."""
+"""Alignment of offset, length and memory of a direct read: LMDB's page size, sufficient for any disk."""
 
 
 class DirectFile:
     """A file opened for direct reads.
 
-    A direct read neither uses nor fills the page cache, so a walk over a whole store evicts no hot
-    page. Threads: one.
+    They neither use nor fill the page cache, so that reading a whole store evicts no hot page. Threads: one.
     """
 
     def __init__(self, path: Path, largest: int) -> None:
-        """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them on a page.
+        """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them in a page.
 
         Raises:
             OSError: if the file system has no direct reads.
@@ -28,10 +27,7 @@ class DirectFile:
         self._fd = os.open(path, flags)
 
     def read(self, page: int, skip: int, size: int) -> memoryview | None:
-        """Return ``size`` bytes from offset ``skip`` of a page on, None if they cannot be read.
-
-        The view is valid until the next read.
-        """
+        """Return ``size`` bytes from offset ``skip`` of a page, None on a failure. Valid until the next read."""
         length = -(-(skip + size) // PAGE_BYTES) * PAGE_BYTES
         if length > len(self._memory):
             return None

@@ -1,6 +1,6 @@
-"""The directory of a store: its permissions, and whether it is a store at all.
+"""The directory of a store: its permissions, and the test of whether it is a store.
 
-Its locks are in ``owner_lock``, its format in ``version_file``. No module of these opens the database.
+Locks are in ``owner_lock``, the format in ``version_file``. None of these modules opens the database.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def prepare(path: Path) -> None:
     """Make ``path`` a private directory that is a store or may become one.
 
     Raises:
-        ConfigError: if it is a file, belongs to another user, is writable by others, is on a network
-            file system or FUSE, or one of its files is a link.
-        StoreError: if it holds something that is not a store. Nothing is changed then.
+        ConfigError: if it is a file, belongs to another user, is writable by others, is on a network file system
+            or FUSE, or one of its files is a link.
+        StoreError: if it has files but is not a store. Nothing is changed then.
     """
     if path.exists() and not path.is_dir():
         msg = f"{path} is a file, expected a directory for the store; choose another path"
@@ -61,17 +61,17 @@ def prepare(path: Path) -> None:
 
 
 def tighten(path: Path) -> None:
-    """Make a store of this user private again, for example after Kubernetes gave it to a group.
+    """Make a store of this user private again, for example after Kubernetes gave a group access to it.
 
-    ``fsGroup`` lets a group read and write everything in a volume, with each mount again. A directory
-    that everybody may write to stays as it is unless it is a store: it may be anyone's.
+    ``fsGroup`` makes everything in a volume readable and writable for a group, at each mount. A directory that is
+    writable for all users is changed only if it is a store: otherwise it may belong to others.
     """
     with suppress(FileNotFoundError):
         facts = path.stat()
         shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        is_ours = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
-        is_known = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
-        if not (shared and is_ours and is_known):
+        is_own = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+        is_store = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
+        if not (shared and is_own and is_store):
             return
         path.chmod(stat.S_IMODE(facts.st_mode) & ~0o077)
         for name in FILES:
@@ -84,7 +84,7 @@ def tighten(path: Path) -> None:
 
 
 def _refuse_foreign_files(path: Path) -> None:
-    """Raise ``ConfigError`` if a file of the store belongs to another user, who may change it."""
+    """Raise ``ConfigError`` if a file of the store belongs to another user, who could change it."""
     for name in FILES:
         with suppress(FileNotFoundError):
             owner = (path / name).lstat().st_uid
@@ -97,7 +97,7 @@ def _refuse_foreign_files(path: Path) -> None:
 
 
 def refuse_links(path: Path) -> None:
-    """Raise ``ConfigError`` if a file of a store is a link or no plain file."""
+    """Raise ``ConfigError`` if a file of a store is not a regular file."""
     for name in FILES:
         with suppress(FileNotFoundError):
             mode = (path / name).lstat().st_mode
@@ -111,7 +111,7 @@ def refuse_links(path: Path) -> None:
 
 
 def require_store_or_empty(path: Path) -> None:
-    """Raise ``StoreError`` if ``path`` holds files but is no store."""
+    """Raise ``StoreError`` if ``path`` has files but is not a store."""
     if not (path / VERSION_FILE).exists():
         known = {files.LOCK_FILE, files.SECRET_FILE, *files.PARTIAL_FILES}
         names = (item.name for item in path.iterdir())

@@ -1,4 +1,4 @@
-"""The file system under a store: which types cannot hold one."""
+"""Detection of file systems that cannot hold a store."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _NETWORK_TYPES = frozenset(
         *("gpfs", "beegfs", "glusterfs", "orangefs", "virtiofs"),
     }
 )
-"""Types on which mapped files and robust mutexes of several hosts disagree. Source: LMDB's caveats."""
+"""Types whose mapped files and robust mutexes are not coherent between hosts. Source: LMDB's caveats."""
 _LAYERED_TYPES = frozenset({"overlay", "aufs"})
-"""Types on which the first write to a file of a lower layer makes another file. docs/decisions/0020."""
+"""Types whose first write to a file of a lower layer copies the file. docs/decisions/0020."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""The kernel's escape of blanks, tabs, newlines and backslashes. Source: proc(5), mangle_path."""
+"""The kernel's escape of spaces, tabs, newlines and backslashes. Source: proc(5), mangle_path."""
 
 
 def check_file_system(path: Path) -> None:
-    """Check the type of the file system for an owner; warn about a layered one.
+    """Check the type of an owner's file system; warn about a layered one.
 
     Raises:
-        ConfigError: for a network file system or FUSE, where locks and maps do not hold.
+        ConfigError: for a network file system or FUSE, where locks and maps are unreliable.
     """
     kind = type_of(path)
     if kind in _NETWORK_TYPES or kind.startswith("fuse"):

@@ -13,11 +13,11 @@ from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.records import Record
 
 BUSY = "busy"
-"""The fault of a read that met a transient error: it says nothing of the block."""
+"""The fault of a read with a transient error; it does not concern the block."""
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
-"""``take_many(i, file, offsets)`` reads frames of one size itself, of the blocks from i on. It returns how
-many it read before a bad one."""
+"""``take_many(i, file, offsets)`` reads frames of one size, of the blocks from i on, and returns the number read
+before the first bad one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of a read: ``count`` good blocks, then ``fault`` (None if all were good)."""
+    """The result of a read: the number of good blocks, then the fault (None if all were good)."""
 
     count: int
     fault: str | None
