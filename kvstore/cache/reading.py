@@ -192,9 +192,7 @@ class SsdReads:
             return at + result.count
 
         task = ParallelTask(
-            *(stop - first, run, work),
-            deadline=limits.deadline,
-            is_cancelled=limits.is_cancelled,
+            *(stop - first, run, work), deadline=limits.deadline, is_cancelled=limits.is_cancelled
         )
         reading = Reading(prefix, first, task, limits, time.perf_counter(), faults)
         if task.chunks > 1:

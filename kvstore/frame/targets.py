@@ -113,12 +113,7 @@ def separate_blocks(
     table = one.table.copy()
     table[:, _ADDRESS] += starts[0]
     return replace(
-        one,
-        blocks=len(views),
-        table=table,
-        steps=starts - starts[0],
-        kept=views,
-        is_shifted=True,
+        one, blocks=len(views), table=table, steps=starts - starts[0], kept=views, is_shifted=True
     )
 
 

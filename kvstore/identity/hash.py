@@ -158,10 +158,7 @@ class HashRun(Sequence[BlockHash]):
 
 
 def block_hashes(
-    root: BlockHash,
-    tokens: NDArray[np.uint32],
-    block_tokens: int,
-    images: Sequence[ImageSpan] = (),
+    root: BlockHash, tokens: NDArray[np.uint32], block_tokens: int, images: Sequence[ImageSpan] = ()
 ) -> HashRun:
     """Return the chained digest of every whole block of ``tokens``, in order.
 

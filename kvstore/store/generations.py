@@ -1,7 +1,6 @@
 """The newest generation of weights of each lineage of namespaces, as recorded in the store.
 
-A record outlives the blocks of its lineage. Otherwise a restart or an archive could bring back blocks
-of old weights.
+A record outlives the blocks of its lineage; otherwise a restart or an archive could restore blocks of old weights.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from kvstore.errors import StoreError
 from kvstore.tier.ssd.tier import SsdTier
 
 LAST_GENERATION = 2**63 - 1
-"""Largest generation that is recorded. Callers may number by time, up to 2**64 - 1; half of that is 292
-years of nanoseconds."""
+"""Largest recorded generation. Callers may number by time, up to 2**64 - 1; half of that is 292 years of
+nanoseconds."""
 SHARE = 64
-"""All records together take at most this part of a store's cap. They are never evicted."""
+"""Largest part of a store's cap that all records may use (1/64). They are never evicted."""
 RECORD_BYTES = 192
-"""Bytes of a record: 100, in leaves that random keys fill to half at worst."""
+"""Bytes per record: 100, in leaves that random keys leave half empty at worst."""
 
 
 def recorded(ssd: SsdTier, lineage: str) -> int:

@@ -70,8 +70,8 @@ def tighten(path: Path) -> None:
         facts = path.stat()
         shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         is_own = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
-        is_store = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
-        if not (shared and is_own and is_store):
+        may_change = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
+        if not (shared and is_own and may_change):
             return
         path.chmod(stat.S_IMODE(facts.st_mode) & ~0o077)
         for name in FILES:
