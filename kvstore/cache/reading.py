@@ -1,8 +1,8 @@
 """Reads of verified blocks: from the SSD tier by several threads, and from all tiers to host arrays.
 
-A read of a long prefix is cut into runs. Threads take them in order, so the disk reads the next runs
-while the last ones are checked and copied. The first bad, late or cancelled block ends the result;
-later runs may have been copied in vain.
+A read of a long prefix is split into runs, which threads process in order, so that the disk reads the next runs while
+previous ones are verified and copied. The first bad, late or cancelled block ends the result; later runs may have
+been copied in vain.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     from kvstore.cache.match import Match
 
 RUN_BYTES = 16 << 20
-"""Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than one block at a time, and
-small enough for several threads to share a load. docs/ssd.md."""
+"""Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than single blocks, and small enough for
+several threads to share a load. docs/ssd.md."""
 RUNS_AHEAD = 2
 """Runs hinted to the kernel ahead of each thread: one in progress and one waiting."""
 FEW_BLOCKS = 4
-"""Fewest blocks that are read as a run: the setup takes as long as reading three blocks singly."""
+"""Fewest blocks that are read as a run: the setup takes as long as reading three single blocks."""
 
 Take = Callable[[int, memoryview], str | None]
-"""Copies out the payload of block ``number`` from a frame whose head is verified; returns its fault
-or None."""
+"""Copies the payload of block ``number`` from a frame with a verified head; returns its fault or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,8 @@ class Limits:
     """By ``time.monotonic``. No run begins after it."""
     is_cancelled: Callable[[], bool] | None = None
     may_leave: bool = True
-    """Whether the caller may return at the deadline while a run is in progress, as on a disk that
-    hangs. That run still writes to its target."""
+    """Whether the caller may return at the deadline while a run is in progress, for example on a hanging disk. That run
+    still writes to its target."""
 
     @classmethod
     def within(cls, seconds: float | None, *, may_leave: bool = True) -> Limits:
@@ -89,13 +88,10 @@ class Reading:
 
 
 class SsdReads:
-    """Reads of prefixes from one SSD tier.
-
-    Threads: any.
-    """
+    """Reads of prefixes from one SSD tier. Threads: any."""
 
     def __init__(self, store: OpenStore, threads: int) -> None:
-        """``threads`` share a read, its caller included."""
+        """``threads`` share a read, including the caller."""
         self._store = store
         self._context = store.context
         self._format = store.format
@@ -122,7 +118,7 @@ class SsdReads:
         batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` into a frame target that starts at block ``first``.
+        """Start reading blocks ``[first, stop)`` into a frame target that starts at block ``first``.
 
         ``batch`` names the layers of the target; None for all.
         """
@@ -134,7 +130,7 @@ class SsdReads:
 
         def take_many(size: int, start: int, i: int, file: int, offsets: NDArray[np.int64]) -> int:
             number = start + i
-            # One reader a thread: a reader serves one run at a time.
+            # One reader per thread: a reader processes one run at a time.
             reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
             ids = prefix.run_of_ids(number, len(offsets))
@@ -158,10 +154,10 @@ class SsdReads:
         bounds: tuple[int, int] | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` and pass each to ``take``, in any order.
+        """Start reading blocks ``[first, stop)`` and pass each to ``take``, in any order.
 
-        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the
-        bytes to read of a frame, None for all.
+        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the bytes to read of a
+        frame, None for all.
         """
         ssd, limits, faults = self._ssd, limits or Limits(), dict[int, str]()
         each = self._format.frame_bytes if bounds is None else max(1, bounds[1] - bounds[0])
@@ -192,7 +188,9 @@ class SsdReads:
             return at + result.count
 
         task = ParallelTask(
-            *(stop - first, run, work), deadline=limits.deadline, is_cancelled=limits.is_cancelled
+            *(stop - first, run, work),
+            deadline=limits.deadline,
+            is_cancelled=limits.is_cancelled,
         )
         reading = Reading(prefix, first, task, limits, time.perf_counter(), faults)
         if task.chunks > 1:
@@ -204,8 +202,8 @@ class SsdReads:
     def finish(self, reading: Reading) -> int:
         """Wait for the end of a read; return the block after the last good one.
 
-        The first bad block is discarded. If the limits allow to leave, later blocks may still be
-        copied to their target for a while.
+        The first bad block is discarded. If the limits allow leaving, later blocks may still be copied to their target
+        for some time.
         """
         leaves = reading.limits.leaves
         done = reading.first + self._pool.finish(reading.task, leaves=leaves)
@@ -238,7 +236,7 @@ class SsdReads:
             self._store.writer.discard(prefix.head(number + 1))
 
     def expiry(self, prefix: Prefix, blocks: int) -> float:
-        """Return when the medium's copy of the first ``blocks`` blocks expires; ``GONE`` without one."""
+        """Return the expiry of the medium's copy of the first ``blocks`` blocks; ``GONE`` without one."""
         if self._store.writer is not None:
             position = self._store.writer.index.match(prefix.head(blocks))
             return position.segment.expires if position.depth == blocks else GONE
@@ -257,7 +255,7 @@ class HostReading:
     first: int
     """Block at which the entries start."""
     in_device: int
-    """Leading blocks, of those to read, in device pages."""
+    """Leading blocks in device pages, of those to read."""
     entries: Mapping[str, NDArray[np.uint8]]
     batch: PartBatch | None
     ssd: Reading | None
@@ -265,10 +263,7 @@ class HostReading:
 
 
 class HostReads:
-    """Reads to host arrays: from SSD first, then from device pages.
-
-    Threads: any.
-    """
+    """Reads to host arrays: from SSD first, then from device pages. Threads: any."""
 
     def __init__(self, frame_format: Frames, ssd: SsdReads, device: DeviceCache) -> None:
         self._format = frame_format
@@ -302,9 +297,9 @@ class HostReads:
         batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> HostReading:
-        """Begin to copy verified blocks ``[first, stop)`` to host entries that start at ``first``.
+        """Start copying verified blocks ``[first, stop)`` to host entries that start at ``first``.
 
-        ``resident`` are the leading blocks of each tier. ``batch`` names the layers of the entries.
+        ``resident`` maps each tier to its leading blocks. ``batch`` names the layers of the entries.
         """
         on_ssd, ssd = min(stop, resident.get("ssd", 0)), None
         if on_ssd > first:

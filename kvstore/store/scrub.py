@@ -1,6 +1,6 @@
-"""The background scrub: reads and checks every block in turn, at a given rate, in the owner of a store.
+"""The background scrub: verifies every block in turn, at a limited rate, in the owner of a store.
 
-Every read verifies its blocks. The scrub finds, counts and removes damage before a block is needed.
+Reads verify their own blocks; the scrub finds, counts and removes damage before a block is needed.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from kvstore.tier.ssd.values import BUSY
 logger = logging.getLogger(__name__)
 
 PASS_SECONDS = 3600.0
-"""Least time from the start of one pass to the next, so that a small store is not read continuously."""
+"""Least time between the starts of two passes, so that a small store is not read continuously."""
 RETRY_SECONDS = 60.0
-"""Pause after the medium failed as a whole."""
+"""Pause after an error of the whole medium."""
 SAVED_BLOCKS = 4096
-"""Blocks between two records of the position, and so the most that are checked again after a kill."""
+"""Blocks between two records of the position: the most verified again after a kill."""
 STOP_SECONDS = 60.0
-"""Deadline of a stop, which waits for the current block."""
+"""Most time that a stop waits for the current block."""
 _BATCH = 64
-"""Records that one read transaction looks up, so that none is long."""
+"""Records per read transaction, which keeps each short."""
 _FACT = "scrub"
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A rate limit that is kept on average: the caller waits after it took too much.
+    """A rate limit that holds on average: the caller waits after taking too much.
 
-    Invariants:
-        In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
+    In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
     """
 
     rate: float
@@ -68,7 +67,7 @@ class TokenBucket:
 
 
 class Scrubber:
-    """The scrub of one store: an endless walk over its keys, in their order.
+    """The scrub of one store: an endless iteration over its keys, in order.
 
     Threads: ``step`` in one at a time; ``start`` creates that thread.
     """
@@ -84,13 +83,10 @@ class Scrubber:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        """Continue at the recorded position.
+        """Continue at the recorded position. Raises one of ``MEDIUM_ERRORS``.
 
-        ``clock`` returns seconds. ``wait(seconds)`` returns True, and early, when the scrub is to stop.
-        They are not the context's clocks, which an engine may control.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
+        ``clock`` returns seconds. ``wait(seconds)`` returns True, and early, to stop the scrub. They are not the
+        context's clocks, which an engine may control.
         """
         self._context = context
         self._writer = writer
@@ -106,18 +102,18 @@ class Scrubber:
         self._due: deque[tuple[BlockKey, Record]] = deque()
         recorded = self._ssd.fact(_FACT) or b""
         self._last_key = recorded if len(recorded) == KEY_BYTES else b""
-        """Key of the last checked block, empty before the first."""
+        """Key of the last verified block, empty before the first."""
         self._unsaved = 0
         self._passes = 0
         self._direct: DirectFile | None = None
-        with suppress(OSError):  # without direct reads: through the page cache
+        with suppress(OSError):  # without direct reads, the page cache is used
             self._direct = DirectFile(
                 self._ssd.path / DATA_FILE, PAGE_HEADER_BYTES + frames.frame_bytes
             )
         self._thread = threading.Thread(target=self._run, name="kvstore-scrub", daemon=True)
 
     def start(self) -> None:
-        """Start the thread of the scrub."""
+        """Start the scrub thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -148,7 +144,7 @@ class Scrubber:
             logger.exception("the scrub of %s ended", self._ssd.path)
 
     def step(self) -> float:
-        """Check the next block; return the seconds to wait before the one after it.
+        """Verify the next block; return the seconds to wait before the next step.
 
         Raises:
             lmdb.Error, OSError: one of ``MEDIUM_ERRORS``, if the records cannot be read.
@@ -195,7 +191,7 @@ class Scrubber:
             self._remove(key, now, fault)
 
     def _fault(self, key: BlockKey, record: Record) -> str | None:
-        """Return the fault of a block, or None: first read from the disk, then as a read does."""
+        """Return the fault of a block, or None. It is read from the disk, and if that fails, as by a read."""
 
         def check(frame: memoryview) -> str | None:
             return stored_fault(self._frames, frame, key, record, keys_root=self._keys_root)
@@ -228,10 +224,7 @@ class Scrubber:
             self._writer.discard(b"".join(reversed(path)))
 
     def stats(self) -> dict[str, Any]:
-        """Return the position as plain JSON values.
-
-        ``share`` is the checked part of this pass; keys are uniformly distributed.
-        """
+        """Return the position as plain JSON values; ``share`` is the verified part of this pass (keys are uniform)."""
         key = self._last_key
         return {
             "bytes_per_second": self._bytes_per_second,

@@ -927,7 +927,7 @@ def test_the_second_publisher_keeps_its_pages_to_itself(tmp_path: Path) -> None:
 def test_device_pages_are_never_taken_from_their_users(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s", device_bytes=device_bytes(4)) as cache:
         own = cache.device.allocate(3)
-        with pytest.raises(CapacityError, match="2 device pages asked for, 1 of 4 are free"):
+        with pytest.raises(CapacityError, match="2 device pages were requested, 1 of 4 are free"):
             cache.device.allocate(2)
         assert cache.device.free_pages == 1
         own.release()
@@ -945,7 +945,7 @@ def test_a_published_page_cannot_become_another_block(tmp_path: Path) -> None:
         own = cache.device.allocate(2)
         write_pages(own, DENSE, tokens_of(2 * BLOCK))
         cache.publish(tokens_of(2 * BLOCK), own)
-        with pytest.raises(ValueError, match="some of these pages are published already"):
+        with pytest.raises(ValueError, match="some of these pages are already published"):
             cache.publish(tokens_of(2 * BLOCK, 9), own)
         with pytest.raises(ValueError, match="pages hold 16 tokens, expected 24"):
             cache.publish(tokens_of(3 * BLOCK, 9), own)
