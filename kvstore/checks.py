@@ -1,7 +1,7 @@
-"""Checks of arguments: each returns the value as a plain Python type or raises an error.
+"""Validation of arguments: each function returns the value as a plain Python type or raises an error.
 
-Errors name the argument, the accepted values and the value found. They are ``ValueError``, or the
-type given as ``error`` (``ConfigError`` for options). A bool is no number here.
+Errors name the argument, the accepted values and the value found. They are ``ValueError``, or the type given as
+``error`` (``ConfigError`` for options). A bool does not count as a number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROLES = ("auto", "owner", "reader")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer of any type, and no bool."""
+    """Return whether a value is an integer of any type, but not a bool."""
     return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number of any type, and no bool."""
+    """Return whether a value is a real number of any type, but not a bool."""
     return isinstance(value, (float, Real, np.number)) and not isinstance(value, bool | np.bool_)
 
 
@@ -44,7 +44,7 @@ def integer(
     high: int | None = None,
     error: type[Exception] = ValueError,
 ) -> int:
-    """Return an integer in ``[low, high]`` as an int; None is no bound, and 16.0 is no integer."""
+    """Return an integer in ``[low, high]`` as an int; None is no bound, and 16.0 is not an integer."""
     if is_integer(value) and (low is None or low <= value) and (high is None or value <= high):
         return int(value)
     if low is None:

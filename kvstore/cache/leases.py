@@ -32,7 +32,7 @@ class Leases:
         self._writer = writer
         self._device = device
         self._window = window
-        self._leased: deque[PinSet] = deque()
+        self._lent: deque[PinSet] = deque()
 
     def positions(self, chain: bytes) -> dict[str, tuple[PrefixIndex, Position]]:
         """Match a chain in the index of every tier, nearest tier first."""
@@ -69,7 +69,7 @@ class Leases:
         pins = self.pin(prefix, blocks)
         pins.expires, pins.request = self._context.clock() + LEASE_SECONDS, request
         if pins.segments or pins.snapshot is not None or request is not None:
-            self._leased.append(pins)
+            self._lent.append(pins)
         return pins
 
     def release(self, pins: PinSet) -> None:
@@ -86,11 +86,11 @@ class Leases:
     def expire(self) -> list[PinSet]:
         """Release and return the expired leases. A lease that became a pin is dropped from the queue."""
         expired, now = [], self._context.clock()
-        while self._leased:
-            pins = self._leased[0]
+        while self._lent:
+            pins = self._lent[0]
             if not pins.is_released and now < pins.expires != NEVER:
                 break
-            self._leased.popleft()
+            self._lent.popleft()
             if not pins.is_released and pins.expires != NEVER:
                 self._context.metrics.expired_leases += bool(pins.segments or pins.snapshot)
                 self.release(pins)

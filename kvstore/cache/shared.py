@@ -1,4 +1,4 @@
-"""The state that all scopes of one open store share: its tiers and one object per job."""
+"""The state shared by all scopes of one open store: its tiers and one object per task."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class SharedTiers(OpenStore):
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
         self.secret = secret
-        """Secret under which roots are hashed, if the store has one."""
+        """Secret of the root hashes, if the store has one."""
         self.window = window
         self._policy_alarm = ""
-        """Why LRU replaces the given policy, once it failed."""
+        """Why LRU replaces the given policy, after it failed."""
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
@@ -108,8 +108,7 @@ class SharedTiers(OpenStore):
         return (
             f"the window pool of {self.ssd.path} has {self.window.capacity_bytes} bytes, less than the "
             f"{least} of one snapshot of {self.layout.model}: no window is kept, and a lookup that "
-            f"needs one finds nothing; give window_bytes of at least {least} for each sequence that "
-            "is to be found"
+            f"needs one finds nothing; give at least {least} window_bytes for each sequence to be found"
         )
 
     @override
@@ -118,7 +117,7 @@ class SharedTiers(OpenStore):
 
     @override
     def _finish_background(self, *, is_last: bool) -> None:
-        """Wait until saves begun before have offered their blocks; stop all threads if ``is_last``."""
+        """Wait until saves started before have offered their blocks; stop all threads if ``is_last``."""
         if is_last:
             self.jobs.close()
             self.ssd_reads.close()
@@ -126,7 +125,7 @@ class SharedTiers(OpenStore):
             self.jobs.drain()
 
     def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
-        """Cap a namespace's bytes on SSD; with 0 it stores nothing. No effect in a reader.
+        """Limit a namespace's bytes on SSD; with 0 it stores nothing. No effect in a reader.
 
         Raises:
             ConfigError: if the quota is above 0 and below one block.

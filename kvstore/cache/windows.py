@@ -25,7 +25,7 @@ class Windows:
         self._block_tokens = block_tokens
 
     def put(self, prefix: Prefix, snapshot: WindowSnapshot) -> bool:
-        """Copy a window to the pool; say whether it was kept. A replayed one replaces none."""
+        """Copy a window to the pool; return whether it was kept. A replayed one replaces none."""
         is_replayed = snapshot.source == "replay"
         if is_replayed:  # as part of a prefill, without a hook
             rows = min(snapshot.stop - snapshot.start, self._pool.layout.window_tokens)
@@ -48,7 +48,7 @@ class Windows:
             return self._pool.keys()
 
     def of(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
-        """Return the window of each match. A hook gets all its requests in one call.
+        """Return the window of each match. A hook receives all its requests in one call.
 
         Raises:
             ValueError: if a window is missing without a hook, or a hook returns a wrong result.
@@ -65,7 +65,7 @@ class Windows:
                     "replay hook; pass one, or look up with need_window=True"
                 )
                 raise ValueError(msg)
-            # By equality: each access of a bound method makes a new object.
+            # By equality: each access of a bound method creates a new object.
             batch = next((positions for other, positions in batches if other == hook), None)
             if batch is None:
                 batch = []

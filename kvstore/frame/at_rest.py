@@ -1,9 +1,9 @@
 """Formats at rest: quantized or compressed payloads of an engine's bfloat16, float16 or float32 entries.
 
-Blocks are converted when they are stored and converted back when they are read. *Quantized* groups are
-FP4 or FP8: the error is measured for each block, and a block whose error exceeds the budget, or that
-holds a NaN or an infinity, is stored *lossless*, in the engine's format. *Compressed* groups are
-zstd-compressed without loss; a block that does not become a page smaller is stored uncompressed.
+Blocks are converted when stored and converted back when read. *Quantized* groups are FP4 or FP8: the error of each
+block is measured, and a block whose error exceeds the budget, or with a NaN or an infinity, is stored *lossless*, in the
+engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not get a page smaller is stored
+uncompressed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ from kvstore.frame.targets import Places
 from kvstore.layout import SCALE_RULES, Layout
 
 ZSTD = "zstd"
-"""Format at rest without loss: the engine's own format, compressed."""
+"""Lossless format at rest: the engine's own format, compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Formats at rest of a store, and the largest quantization error of a block.
-
-    Invariants:
-        ``formats`` is not empty; the budget is not NaN.
-    """
+    """Formats at rest of a store (not empty), and the largest quantization error of a block (not NaN)."""
 
     formats: Mapping[str, str]
     """Format at rest, by GLOBAL group. Other groups keep the engine's format."""
@@ -55,7 +51,7 @@ def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
     """Return the layout of quantized blocks; compressed groups keep their format.
 
     Raises:
-        ConfigError: for an unknown group, a group that holds no floats, or an unknown format at rest.
+        ConfigError: for an unknown group, a group without floats, or an unknown format at rest.
     """
     known = {group.name: group for group in layout.global_groups}
     for name, entry_format in formats.items():
@@ -87,8 +83,7 @@ def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
 class CompressedFormat(FrameFormat):
     """Frames of another format with a compressed payload. docs/format.md, section 4.2.
 
-    Invariants:
-        Heads and part checksums are those of the uncompressed frames; so are the entries read.
+    Heads, part checksums and the entries read are those of the uncompressed frames.
     """
 
     def __init__(self, plain: FrameFormat, groups: Collection[str]) -> None:
@@ -142,7 +137,7 @@ class AtRestTarget:
 
 @dataclass(frozen=True, slots=True)
 class AtRestSource:
-    """Source of blocks, and a buffer of one quantized block."""
+    """Source of blocks, and a buffer for one quantized block."""
 
     entries: Mapping[str, NDArray[np.uint8]]
     lossless: Places
@@ -154,10 +149,8 @@ class AtRestSource:
 class AtRestFormat:
     """Frames of a layout with formats at rest; implements :class:`Frames`.
 
-    Entries in sources and targets have the engine's format.
-
-    Invariants:
-        A frame is quantized or lossless as a whole, compressed or not; its flags say which.
+    Entries in sources and targets have the engine's format. A frame as a whole is quantized or lossless, compressed or
+    not, as stated by its flags.
     """
 
     def __init__(self, layout: Layout, block_tokens: int, packing: Packing) -> None:
@@ -178,7 +171,7 @@ class AtRestFormat:
         self._forms: dict[int, FrameFormat] = {form.form: form for form in (*plain, *written)}
         self.entries = self.lossless.entries
         self.payload_bytes = self.lossless.payload_bytes
-        """Of a block in the engine's format, as device pages hold it."""
+        """Of a block in the engine's format, as in device pages."""
         self.frame_bytes = max(self.lossless.frame_bytes, self.quantized.frame_bytes)
         self._codecs: dict[str, tuple[QuantizedCodec, np.dtype[np.generic]]] = {}
         for group in self.quantized.layout.global_groups:
@@ -188,7 +181,7 @@ class AtRestFormat:
                 self._codecs[group.name] = codec, numpy_dtype(DTYPES[engine_format])
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
-        """Return the format that a frame's flags name, unchecked."""
+        """Return the format named by a frame's flags, unchecked."""
         return self._forms.get(form_flags(frame), self.lossless)
 
     def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> AtRestSource:

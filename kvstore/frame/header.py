@@ -1,7 +1,4 @@
-"""Header of a frame: 112 bytes that identify a block and describe its form at rest.
-
-docs/format.md, section 4, is normative for every byte written here.
-"""
+"""Header of a frame: 112 bytes that identify a block and its form at rest. Normative: docs/format.md, section 4."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ HEADER_BYTES = _HEADER.size
 FIXED_BYTES = 32
 """Bytes before the hashes. Within a form only number, namespace and image flag vary in them."""
 CHECKED_BYTES = HEADER_BYTES - _SUM.size
-"""The head checksum covers the header up to here and everything from its end to the payload."""
+"""The head checksum covers the header up to here, and everything between the header and the payload."""
 
-assert HEADER_BYTES == 112, "docs/format.md promises a 112-byte header"
+assert HEADER_BYTES == 112, "docs/format.md specifies a 112-byte header"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +39,13 @@ class Header:
     parent_hash: BlockHash
     sequence: int
     has_images: bool = False
-    """An image touches the block, so its hash does not follow from its token ids alone."""
+    """An image overlaps the block, so its token ids do not determine its hash."""
     is_packed: bool = False
-    """The payload is quantized at rest and is dequantized to the engine's entries."""
+    """The payload is quantized at rest; reads dequantize it to the engine's entries."""
     error: float = 0.0
-    """Relative quantization error, also of a block kept lossless because the error was too large."""
+    """Relative quantization error, also of a block kept lossless because of a large error."""
     is_compressed: bool = False
-    """The payload is stored compressed; ``payload_bytes`` is its size before."""
+    """The payload is stored compressed; ``payload_bytes`` is its uncompressed size."""
 
 
 def pack_header(header: Header, form: int, parts: int, payload_bytes: int) -> bytes:
@@ -61,10 +58,7 @@ def pack_header(header: Header, form: int, parts: int, payload_bytes: int) -> by
 
 
 def unpack_header(frame: memoryview, parts: int, error: float) -> Header | None:
-    """Return the header of a frame, None if it has another version or number of parts.
-
-    The checksum and the flags of the form are not checked.
-    """
+    """Return the header of a frame, None for another version or number of parts; checksum and form are not checked."""
     magic, version, flags, block_tokens, number, namespace, count, size, block, parent, seq, _ = (
         _HEADER.unpack_from(frame)
     )
@@ -98,7 +92,7 @@ def set_head_sum(frame: bytearray, value: int) -> None:
 
 
 def form_flags(frame: bytes | bytearray | memoryview) -> int:
-    """Return the flags of the form that a frame claims to have, unchecked; 0 for a short frame."""
+    """Return the form flags of a frame, unchecked; 0 for a short frame."""
     if len(frame) < HEADER_BYTES:
         return 0
     (flags,) = _FLAGS.unpack_from(frame, _FLAGS_OFFSET)
@@ -107,7 +101,7 @@ def form_flags(frame: bytes | bytearray | memoryview) -> int:
 
 
 def set_form_flags(frame: bytearray, form: int) -> None:
-    """Store the flags of a form in a frame; its image flag stays."""
+    """Store the flags of a form in a frame; its image flag does not change."""
     (flags,) = _FLAGS.unpack_from(frame, _FLAGS_OFFSET)
     _FLAGS.pack_into(frame, _FLAGS_OFFSET, flags & _HAS_IMAGES | form)
 

@@ -1,4 +1,4 @@
-"""Targets and sources of payloads: address tables of the memory that holds the entries of blocks."""
+"""Targets and sources of payloads: address tables of the memory that contains the entries of blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BYTES = ("uint8",)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Address table of a target or source of blocks. Made by the functions of this module.
+    """Address table of a target or source of blocks, created by the functions of this module.
 
-    Threads: any number may scatter to one table at a time, each to blocks of its own.
+    Threads: any number may scatter to one table at a time, each to its own blocks.
     """
 
     blocks: int
-    """Whole blocks that fit."""
+    """Number of whole blocks that fit."""
     table: NDArray[np.int64]
     """Segments of a payload in order, for block 0; columns are ``native.SEGMENT_FIELDS``."""
     steps: NDArray[np.int64]
@@ -46,7 +46,7 @@ class Places:
     def segments(self, block: int) -> NDArray[np.int64]:
         """Return the table of one block. Raises ``ValueError`` if there is no such block."""
         if not 0 <= block < self.blocks:
-            raise ValueError(f"there is room for {self.blocks} blocks, found number {block}")
+            raise ValueError(f"expected a block number below {self.blocks}, found {block}")
         table = self.table.copy()
         table[:, _ADDRESS] += self.steps[block] if self.is_shifted else block * self.steps
         return table
@@ -82,10 +82,7 @@ def target_of(
     values: Mapping[str, Array],
     batch: PartBatch | None = None,
 ) -> Places:
-    """Return a target of numbers for the groups in ``values``, of entries for the others.
-
-    See ``FrameFormat.mixed_target``.
-    """
+    """Return a target of numbers for the groups in ``values``, of entries for others; see ``FrameFormat.mixed_target``."""
     return _places(geometry, entries, values, batch, is_output=True)
 
 
@@ -102,10 +99,7 @@ def block_at_zero(geometry: FrameGeometry) -> Places:
 def separate_blocks(
     one: Places, blocks: Sequence[NDArray[np.uint8]], payload_bytes: int, *, is_output: bool
 ) -> Places:
-    """Return a target or source of blocks in separate arrays; ``one`` is :func:`block_at_zero`.
-
-    See ``FrameFormat.apart_target``.
-    """
+    """Return a target or source of blocks in separate arrays (see ``FrameFormat``); ``one`` is :func:`block_at_zero`."""
     views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
     for number, view in enumerate(views):
         (check_out if is_output else check_in)(view, f"block {number}", (payload_bytes,))
@@ -113,7 +107,12 @@ def separate_blocks(
     table = one.table.copy()
     table[:, _ADDRESS] += starts[0]
     return replace(
-        one, blocks=len(views), table=table, steps=starts - starts[0], kept=views, is_shifted=True
+        one,
+        blocks=len(views),
+        table=table,
+        steps=starts - starts[0],
+        kept=views,
+        is_shifted=True,
     )
 
 
@@ -155,12 +154,12 @@ def _places(
 
 
 def _by_block(view: NDArray[np.generic], count: int) -> NDArray[np.generic]:
-    """Return ``[layers, n, length]`` as ``[blocks, layers, entries, length]``, which it may be already."""
+    """Return ``[layers, n, length]`` as ``[blocks, layers, entries, length]``, unless it has that shape."""
     if view.ndim != 3:
         return view
     layers, whole, length = view.shape[0], view.shape[1] // count, view.shape[2]
     cut = view[:, : whole * count].reshape(layers, whole, count, length)
-    return cut.transpose(1, 0, 2, 3)  # one axis is split, so this is a view
+    return cut.transpose(1, 0, 2, 3)  # splitting one axis keeps it a view
 
 
 def _table(

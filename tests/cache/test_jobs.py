@@ -532,7 +532,7 @@ def test_an_event_that_never_happens_costs_the_save(
         assert (job.stored.end, job.stored.dropped) == (0, 3)
         assert cache.stats()["counters"]["dropped_blocks"] == {"not_written": 3, "total": 3}
         pages = open_pages(cache, 3)
-        with pytest.raises(StoreError, match="did not happen in time; nothing was published"):
+        with pytest.raises(StoreError, match="did not occur in time; nothing was published"):
             cache.publish(tokens, pages, after=threading.Event())
 
 
