@@ -15,7 +15,7 @@ from kvstore.layout import LayerGroup, Layout
 from kvstore.tier.engine_pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Formats of plain numbers: a copy is exact in the engine's own dtype, else one rounding."""
+"""Formats of plain numbers: a copy is exact in the engine's own dtype, otherwise one rounding."""
 OPAQUE_FORMAT = "u8"
 """The format of entries that are opaque bytes."""
 
@@ -35,13 +35,13 @@ def decode_rows(group: LayerGroup, entries: torch.Tensor, dtype: torch.dtype) ->
 class PagedEntries:
     """One request's entries in an engine's pages, addressed by token.
 
-    Copies run in inference mode, because tensors made in it can only be written in it.
+    Copies run in inference mode, because tensors created in it can only be written in it.
 
     Threads: any; the caller guards the engine's tensors.
     """
 
     def __init__(self, layout: Layout, pages: Pages, tokens: int) -> None:
-        """Check that ``pages`` can hold tokens ``[0, tokens)``.
+        """Check that ``pages`` can contain tokens ``[0, tokens)``.
 
         Raises:
             ValueError: naming the group, what was expected and what was found.
@@ -80,7 +80,7 @@ class PagedEntries:
         need = tokens // group.tokens_per_entry
         if have < need:
             msg = (
-                f"group {group.name!r}: {len(ids)} pages hold {have} entries, expected at least {need} "
+                f"group {group.name!r}: {len(ids)} pages have {have} entries, expected at least {need} "
                 f"for {tokens} tokens"
             )
             raise ValueError(msg)
@@ -98,17 +98,15 @@ class PagedEntries:
             count = len(self._layers[group.name][0])
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
                 wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-                msg = f"group {group.name!r}: page {wrong} named, expected one of [0, {count})"
+                msg = f"group {group.name!r}: found page {wrong}, expected one of [0, {count})"
                 raise ValueError(msg)
 
     @torch.inference_mode()
     def gather(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
         """Copy the entries of tokens ``[start, stop)`` to the host.
 
-        Shapes:
-            each uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]``.
-
-        Cost: one copy; two if a page holds tokens outside the range.
+        Returns uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]`` by group. Cost: one copy; two if a page
+        contains tokens outside the range.
         """
         found: dict[str, NDArray[np.uint8]] = {}
         for group in self.layout.global_groups:
@@ -141,11 +139,8 @@ class PagedEntries:
     ) -> None:
         """Copy entries of one layer to the pages, and wait for the copy.
 
-        Shapes:
-            ``layer`` counts within ``group.layers``; ``entries``, uint8 ``[n, entry_bytes]``, are
-            the entries ``[first, first + n)`` of the request.
-
-        Cost: one copy per run of consecutive pages.
+        ``layer`` is an index in ``group.layers``; ``entries``, uint8 ``[n, entry_bytes]``, are the entries
+        ``[first, first + n)`` of the request. Cost: one copy per run of consecutive pages.
         """
         view = self._layers[group.name][layer]
         last, per = first + len(entries), int(view.shape[1])
@@ -156,7 +151,7 @@ class PagedEntries:
         rows = rows.reshape(len(entries), *view.shape[2:])
         ids: list[int] = self._ids[group.name][first // per : -(-last // per)].tolist()
         entry = first
-        if first % per:  # the first page also holds earlier entries
+        if first % per:  # the first page also contains earlier entries
             stop = min(last, first - first % per + per)
             view[ids[0], first % per : first % per + stop - first].copy_(rows[: stop - first])
             entry, ids = stop, ids[1:]
@@ -202,8 +197,8 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
             raise ValueError(msg)
         if view.shape[1] != views[0].shape[1] or len(view) != len(views[0]):
             msg = (
-                f"group {group.name!r}: layers are paged differently, found {list(views[0].shape)} and "
-                f"{list(view.shape)}"
+                f"group {group.name!r}: layers have pages of different shapes, found "
+                f"{list(views[0].shape)} and {list(view.shape)}"
             )
             raise ValueError(msg)
     return views

@@ -609,7 +609,7 @@ class SsdTier:
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
             msg = (
-                f"compacting {self.path} needs {needed} bytes of free disk space for the copy, "
+                f"compacting {self.path} needs {needed} bytes free on the disk for the copy, "
                 f"found {free}: free that much, or evict first"
             )
             raise StoreError(msg)
