@@ -1,7 +1,7 @@
-"""Keys of callers as blocks: the hash, the frame and the chain of a block under a caller's key.
+"""Callers' keys as blocks: the hash, the frame and the chain of a block under a caller's key.
 
-A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's
-key, so a frame contains the whole key and a read compares it byte by byte. docs/format.md, section 6.
+A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's key, so a frame
+contains the whole key and a read compares it byte by byte. docs/format.md, section 6.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvstore.identity.hash import block_hash, root_digest
 from kvstore.layout import LayerGroup, Layout
 
 Key = bytes | str
-"""A caller's key. A string means its UTF-8 bytes."""
+"""A caller's key. A string is encoded as UTF-8."""
 
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 """The namespace of all blocks under callers' keys."""
 GROUP = "block"
 """Name of the group."""
 KEY_BYTES_LIMIT = 4096
-"""Largest ``key_bytes`` of a store: each block has room for a key of that length."""
+"""Largest ``key_bytes`` of a store: each block reserves space for a key of that length."""
 
 
 def keys_root(secret: bytes | None) -> BlockHash:
@@ -86,18 +86,18 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
 
 
 def key_of(words: NDArray[np.uint32]) -> bytes:
-    """Return the caller's key of the words that ``named`` returned."""
+    """Return the caller's key from the words returned by ``named``."""
     return words[1:].astype("<u4").tobytes()[: int(words[0])]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChain:
-    """A chain of blocks under callers' keys: those to store, and the keys of their ancestors."""
+    """A chain of blocks under callers' keys: the blocks to store, and the keys of their ancestors."""
 
     root: BlockHash
     """The ``keys_root`` of the store."""
     above: bytes
-    """Concatenated keys of their ancestors from the root on."""
+    """Concatenated keys of the ancestors from the root on."""
     parent: BlockHash
     """Hash of the last ancestor; the root if there is none."""
     blocks: Sequence[NamedBlock]

@@ -320,9 +320,9 @@ def pipe(path: Path) -> None:
 
 FAULTS: list[tuple[Callable[[Path], None], type[Exception], str]] = [
     (lose, StoreError, "is missing.*restore the secret"),
-    (shorten, StoreError, "has 31 bytes, expected 32: put back"),
-    (empty, StoreError, "has 0 bytes, expected 32: put back"),
-    (lengthen, StoreError, "has 33 bytes, expected 32: put back"),
+    (shorten, StoreError, "has 31 bytes, expected 32: restore"),
+    (empty, StoreError, "has 0 bytes, expected 32: restore"),
+    (lengthen, StoreError, "has 33 bytes, expected 32: restore"),
     (replace, StoreError, "is another secret.*restore the secret"),
     (expose, ConfigError, "is accessible to others .mode 0640.; run chmod 600"),
     (link, ConfigError, "is a symbolic link"),
