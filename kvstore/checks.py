@@ -16,8 +16,7 @@ import numpy as np
 
 from kvstore.errors import brief
 
-ROLES = ("auto", "owner", "reader")
-"""Roles of a process in a store."""
+ROLES = ("auto", "owner", "reader")  # roles of a process in a store
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -30,8 +30,7 @@ from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import BUSY
 
-Bytes = NDArray[np.uint8]
-"""A block's bytes, uint8 ``[block_bytes]``."""
+Bytes = NDArray[np.uint8]  # a block's bytes, uint8 ``[block_bytes]``
 
 
 @dataclass(slots=True)

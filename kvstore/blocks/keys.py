@@ -18,13 +18,11 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hash, root_digest
 from kvstore.layout import LayerGroup, Layout
 
-Key = bytes | str
-"""A caller's key. A string is encoded as UTF-8."""
+Key = bytes | str  # a caller's key. A string is encoded as UTF-8.
 
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 """The namespace of all blocks under callers' keys."""
-GROUP = "block"
-"""Name of the group."""
+GROUP = "block"  # name of the group
 KEY_BYTES_LIMIT = 4096
 """Largest ``key_bytes`` of a store: each block reserves space for a key of that length."""
 
@@ -75,11 +73,10 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
     else:
         raise ValueError(f"a key must be bytes or str, found {type(given).__name__}")
     if len(data) > key_bytes:
-        msg = (
+        raise ValueError(
             f"a key has {len(data)} bytes, expected at most {key_bytes}; hash long keys, or open "
             "a store with a larger key_bytes"
         )
-        raise ValueError(msg)
     raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
     ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
     return NamedBlock(ids, block_hash(root, raw))
@@ -94,15 +91,11 @@ def key_of(words: NDArray[np.uint32]) -> bytes:
 class KeyChain:
     """A chain of blocks under callers' keys: the blocks to store, and the keys of their ancestors."""
 
-    root: BlockHash
-    """The ``keys_root`` of the store."""
-    above: bytes
-    """Concatenated keys of the ancestors from the root on."""
-    parent: BlockHash
-    """Hash of the last ancestor; the root if there is none."""
+    root: BlockHash  # the ``keys_root`` of the store
+    above: bytes  # concatenated keys of the ancestors from the root on
+    parent: BlockHash  # hash of the last ancestor; the root if there is none
     blocks: Sequence[NamedBlock]
-    path: bytes = field(default=b"", init=False)
-    """Concatenated keys of all blocks from the root on."""
+    path: bytes = field(default=b"", init=False)  # concatenated keys of all blocks from the root on
 
     def __post_init__(self) -> None:
         """Concatenate the keys."""

@@ -71,11 +71,10 @@ class Generations:
         """
         ssd = self._store.require_writer("bumps the generation").ssd
         if generation > generations.LAST_GENERATION:
-            msg = (
+            raise ConfigError(
                 f"the namespace's generation is {generation - 1}, and no later one is recorded than "
                 f"{generations.LAST_GENERATION}: name the new weights in its weights field"
             )
-            raise ConfigError(msg)
         try:
             generations.record(ssd, {lineage: generation})
         except MEDIUM_ERRORS as error:
@@ -158,9 +157,8 @@ class Chains:
             msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
             raise ValueError(msg)
         if match.prefix.root not in self._roots:
-            msg = (
+            raise ValueError(
                 f"the match is of another namespace than {self.namespace}; look up in the scope that "
                 "reads it"
             )
-            raise ValueError(msg)
         return match

@@ -167,11 +167,10 @@ class DeviceCache:
             pages = self._take_pages(count)
             if len(pages) < count:
                 tier.free(pages)
-                msg = (
+                raise CapacityError(
                     f"{count} device pages were requested, {len(pages)} of {tier.page_count} are free or "
                     "unpinned; release pages or raise device_bytes"
                 )
-                raise CapacityError(msg)
         return self._pinned(pages, PagePins(private=pages), count * self._block_tokens)
 
     def publish(self, prefix: Prefix, first: int, pages: PinnedPages) -> int:

@@ -71,11 +71,10 @@ def host_entries(
         array = _on_host(name, entries[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
         if array.shape != expected:
-            msg = (
+            raise ValueError(
                 f"entries of group {name!r} for tokens [{start}, {stop}): expected shape "
                 f"{list(expected)} (layers, entries, bytes of an entry), found {list(array.shape)}"
             )
-            raise ValueError(msg)
         arrays[name] = array
     return arrays
 

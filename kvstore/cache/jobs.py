@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 64 << 20
 """Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more memory free."""
-POLL_SECONDS = 0.02
-"""Interval at which a wait for an event checks for cancellation."""
+POLL_SECONDS = 0.02  # interval at which a wait for an event checks for cancellation
 QUEUED_JOBS = 256
 """Most jobs in a thread's queue. A job has references and no copies. vLLM runs at most 256 requests at a time by
 default, so one job of each fits."""
@@ -87,13 +86,10 @@ class Load:
     resident: Mapping[str, int]
     target: PagedEntries
     start: int
-    stop: int
-    """A block boundary, like the end of every hit."""
+    stop: int  # a block boundary, like the end of every hit
     pins: PinSet
-    after: Event | None = None
-    """Event before which the pages must not be written."""
-    deadline: float = math.inf
-    """On the clock of ``time.monotonic``."""
+    after: Event | None = None  # event before which the pages must not be written
+    deadline: float = math.inf  # on the clock of ``time.monotonic``
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,11 +197,10 @@ class PrefixOptions:
             msg = f"window_rows must be at least W - 1 = {least}, found {rows}: fewer rows serve no hit"
             raise ConfigError(msg)
         if options.error_budget != math.inf and not loses(options.ssd_formats):
-            msg = (
+            raise ConfigError(
                 f"error_budget is {options.error_budget}, but no format at rest is lossy: name one in "
                 "ssd_formats, or leave error_budget out"
             )
-            raise ConfigError(msg)
         if ("device" in checked or checked.get("device_bytes")) and not has_torch():
             msg = f"device and device_bytes need torch, which is not installed; run: {install_command('torch')}"
             raise ConfigError(msg)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 RUN_BYTES = 16 << 20
 """Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than single blocks, and small enough for
 several threads to share a load. docs/ssd.md."""
-RUNS_AHEAD = 2
-"""Runs hinted to the kernel ahead of each thread: one in progress and one waiting."""
+RUNS_AHEAD = 2  # runs hinted to the kernel ahead of each thread: one in progress and one waiting
 FEW_BLOCKS = 4
 """Fewest blocks that are read as a run: the setup takes as long as reading three single blocks."""
 
@@ -49,8 +48,7 @@ Take = Callable[[int, memoryview], str | None]
 class Limits:
     """Conditions that end a read early."""
 
-    deadline: float = math.inf
-    """By ``time.monotonic``. No run begins after it."""
+    deadline: float = math.inf  # by ``time.monotonic``. No run begins after it.
     is_cancelled: Callable[[], bool] | None = None
     may_leave: bool = True
     """Whether the caller may return at the deadline while a run is in progress, for example on a hanging disk. That run
@@ -252,14 +250,11 @@ class HostReading:
     """A read to host entries in progress; ``HostReads.finish`` ends it."""
 
     prefix: Prefix
-    first: int
-    """Block at which the entries start."""
-    in_device: int
-    """Leading blocks in device pages, of those to read."""
+    first: int  # block at which the entries start
+    in_device: int  # leading blocks in device pages, of those to read
     entries: Mapping[str, NDArray[np.uint8]]
     batch: PartBatch | None
-    ssd: Reading | None
-    """The part on SSD, which starts at ``first``."""
+    ssd: Reading | None  # the part on SSD, which starts at ``first``
 
 
 class HostReads:

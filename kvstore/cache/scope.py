@@ -55,8 +55,7 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
-        self._share: Any = None
-        """The share of the store's opening, kept alive by all its scopes."""
+        self._share: Any = None  # the share of the store's opening, kept alive by all its scopes
         self._chains = Chains(shared, namespace)
         if ssd_quota is not None:
             shared.set_quota(self._chains.root, asdict(self.namespace), ssd_quota)
@@ -528,10 +527,9 @@ def _event(after: Event | None) -> Event | None:
         or isinstance(given, threading.Event)
         or (not isinstance(given, type) and callable(getattr(given, "synchronize", None)))
     ):
-        msg = (
+        raise ValueError(
             f"after must be a threading.Event or an event with synchronize(), found {brief(given)}"
         )
-        raise ValueError(msg)
     return after
 
 

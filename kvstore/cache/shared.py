@@ -56,11 +56,9 @@ class SharedTiers(OpenStore):
         """Take over an open tier. ``policy`` orders its eviction; None is LRU."""
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
-        self.secret = secret
-        """Secret of the root hashes, if the store has one."""
+        self.secret = secret  # secret of the root hashes, if the store has one
         self.window = window
-        self._policy_alarm = ""
-        """Why LRU replaces the given policy, after it failed."""
+        self._policy_alarm = ""  # why LRU replaces the given policy, after it failed
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
@@ -132,11 +130,10 @@ class SharedTiers(OpenStore):
             StoreError: if it cannot be recorded.
         """
         if 0 < quota < self.ssd.block_bytes:
-            msg = (
+            raise ConfigError(
                 f"ssd_quota is {quota}, expected at least the {self.ssd.block_bytes} bytes of one block, "
                 "or 0 for a namespace that stores nothing"
             )
-            raise ConfigError(msg)
         if self.writer is not None:
             self.writer.set_quota(root, namespace, quota)
 

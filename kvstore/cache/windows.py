@@ -60,11 +60,10 @@ class Windows:
                 found[position] = _from_pool(match)
                 continue
             if hook is None:
-                msg = (
+                raise ValueError(
                     f"the window of a hit at {match.hit_tokens} is not in the pool and there is no "
                     "replay hook; pass one, or look up with need_window=True"
                 )
-                raise ValueError(msg)
             # By equality: each access of a bound method creates a new object.
             batch = next((positions for other, positions in batches if other == hook), None)
             if batch is None:
@@ -86,11 +85,10 @@ class Windows:
             msg = f"the replay hook returned a {type(snapshot).__name__}, expected a WindowSnapshot"
             raise ValueError(msg)
         if snapshot.stop != request.stop or snapshot.start > request.start:
-            msg = (
+            raise ValueError(
                 f"the replay hook returned rows [{snapshot.start}, {snapshot.stop}), "
                 f"expected [{request.start}, {request.stop})"
             )
-            raise ValueError(msg)
         check_snapshot(snapshot, self._pool.layout, self._block_tokens)
 
 

@@ -28,8 +28,7 @@ from kvstore.frame.header import Header, form_flags
 from kvstore.frame.targets import Places
 from kvstore.layout import SCALE_RULES, Layout
 
-ZSTD = "zstd"
-"""Lossless format at rest: the engine's own format, compressed."""
+ZSTD = "zstd"  # lossless format at rest: the engine's own format, compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +58,16 @@ def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
             msg = f"ssd_formats names group {name!r}, expected some of {', '.join(known)}"
             raise ConfigError(msg)
         if entry_format not in (*SCALE_RULES, ZSTD):
-            msg = (
+            raise ConfigError(
                 f"ssd_formats: group {name!r} cannot be stored as {entry_format!r}, expected one of "
                 f"{', '.join([*SCALE_RULES, ZSTD])}"
             )
-            raise ConfigError(msg)
         found = known[name].entry_format
         if DTYPES.get(found, "uint8") == "uint8":
-            msg = (
+            raise ConfigError(
                 f"ssd_formats: group {name!r} is cached as {found}, expected f32, f16 or bf16; "
                 "leave out groups that are quantized already"
             )
-            raise ConfigError(msg)
     groups = tuple(
         replace(group, entry_format=formats[group.name], scale_rule="")
         if formats.get(group.name, ZSTD) != ZSTD
@@ -142,8 +139,7 @@ class AtRestSource:
     entries: Mapping[str, NDArray[np.uint8]]
     lossless: Places
     buffer: Mapping[str, NDArray[np.uint8]]
-    quantized: Places
-    """Source of the buffer, as block 0."""
+    quantized: Places  # source of the buffer, as block 0
 
 
 class AtRestFormat:

@@ -37,10 +37,8 @@ class PartBatch:
 
     start: int
     stop: int
-    layers: tuple[int, ...]
-    """Owner layers of the parts."""
-    bounds: tuple[int, int]
-    """First and last byte offset of the parts in the largest frame."""
+    layers: tuple[int, ...]  # owner layers of the parts
+    bounds: tuple[int, int]  # first and last byte offset of the parts in the largest frame
 
     @property
     def block_bytes(self) -> int:
@@ -55,11 +53,10 @@ class FrameGeometry:
         """Compute all offsets. Raises ``ConfigError`` if a block would contain a fraction of an entry."""
         block_tokens = integer(block_tokens, "block_tokens", 1, 2**32 - 1, ConfigError)
         if block_tokens % layout.alignment:
-            msg = (
+            raise ConfigError(
                 f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, "
                 f"found {block_tokens}"
             )
-            raise ConfigError(msg)
         self.layout = layout
         self.block_tokens = block_tokens
         self.entries = {

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.identity.block import BlockHash
 
-FORMAT_VERSION = 1
-"""Version of the frame. A store of another version is refused."""
+FORMAT_VERSION = 1  # version of the frame. A store of another version is refused.
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
 _MAGIC = b"KVSB"

@@ -29,17 +29,13 @@ class Places:
     Threads: any number may scatter to one table at a time, each to its own blocks.
     """
 
-    blocks: int
-    """Number of whole blocks that fit."""
+    blocks: int  # number of whole blocks that fit
     table: NDArray[np.int64]
     """Segments of a payload in order, for block 0; columns are ``native.SEGMENT_FIELDS``."""
-    steps: NDArray[np.int64]
-    """By segment, bytes from its address in one block to that in the next."""
+    steps: NDArray[np.int64]  # by segment, bytes from its address in one block to that in the next
     parts: Sequence[native.Part]
-    kept: object
-    """Owners of the memory that the table points to."""
-    first_part: int = 0
-    """Number of the first part in the table."""
+    kept: object  # owners of the memory that the table points to
+    first_part: int = 0  # number of the first part in the table
     is_shifted: bool = False
     """Whether ``steps`` are by block instead: bytes from the addresses of block 0 to its own."""
 

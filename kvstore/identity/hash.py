@@ -31,8 +31,7 @@ _KINDS = {
     np.dtype(np.int64): lib.KVSTORE_INT64,
     np.dtype(np.uint64): lib.KVSTORE_UINT64,
 }
-TOKEN_LIMIT = 2**32
-"""Token ids are hashed and stored as unsigned 32-bit integers."""
+TOKEN_LIMIT = 2**32  # token ids are hashed and stored as unsigned 32-bit integers
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:

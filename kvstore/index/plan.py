@@ -42,12 +42,10 @@ class Floors:
     """Token positions that bound a replay. Source: docs/decisions/0010."""
 
     replay_start: int
-    read_floor: int
-    """First token whose window rows exist."""
+    read_floor: int  # first token whose window rows exist
     write_floor: int
     """GLOBAL entries of tokens below it are final; a replay must not overwrite them."""
-    window_write_floor: int
-    """Window rows of tokens below it are final."""
+    window_write_floor: int  # window rows of tokens below it are final
 
 
 def hit_limit(token_count: int, block_tokens: int) -> int:
@@ -88,14 +86,10 @@ def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
 class StorePlan:
     """The decision on blocks ``[start, stop)`` offered by a caller."""
 
-    present: int
-    """Blocks already stored or queued."""
-    store: Store | None
-    """Blocks to write; None if there are none or their parent is missing."""
-    orphans: int
-    """Blocks dropped because the parent of ``start`` is neither stored nor queued."""
-    excess: int = 0
-    """Blocks dropped because they exceed the request's limit."""
+    present: int  # blocks already stored or queued
+    store: Store | None  # blocks to write; None if there are none or their parent is missing
+    orphans: int  # blocks dropped because the parent of ``start`` is neither stored nor queued
+    excess: int = 0  # blocks dropped because they exceed the request's limit
 
 
 def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:

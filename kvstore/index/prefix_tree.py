@@ -17,10 +17,8 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 from kvstore.identity.chain import split_keys
 from kvstore.policy.protocol import Policy
 
-NEVER = math.inf
-"""Expiry of a segment without one."""
-GONE = 0.0
-"""Expiry of a segment that no lookup may find, although a pin may still use it."""
+NEVER = math.inf  # expiry of a segment without one
+GONE = 0.0  # expiry of a segment that no lookup may find, although a pin may still use it
 
 
 class Segment:
@@ -42,16 +40,12 @@ class Segment:
 
     def __init__(self, parent: Segment | None, keys: bytes, start: int, namespace_id: int) -> None:
         self.parent = parent
-        self.keys = keys
-        """Concatenated keys of its blocks."""
-        self.start = start
-        """Number of its first block in the chain."""
+        self.keys = keys  # concatenated keys of its blocks
+        self.start = start  # number of its first block in the chain
         self.namespace_id = namespace_id
-        self.children: dict[bytes, Segment] = {}
-        """By the key of their first block."""
+        self.children: dict[bytes, Segment] = {}  # by the key of their first block
         self.pins = 0
-        self.last_use = 0
-        """Tick of the last request that used its last block."""
+        self.last_use = 0  # tick of the last request that used its last block
         self.expires = NEVER
 
     @property
@@ -110,8 +104,7 @@ class PrefixIndex:
         """Second policies, by namespace, for evictions from some namespaces: one per set of them."""
         self.blocks = 0
         self.segments = 0
-        self.expiring = 0
-        """Segments with an expiry; with zero a match skips the check."""
+        self.expiring = 0  # segments with an expiry; with zero a match skips the check
 
     def match(self, chain: bytes, now: float = -NEVER) -> Position:
         """Return the end of the longest present prefix of ``chain`` (concatenated keys). Changes nothing.

@@ -18,8 +18,7 @@ class Fifo(Ranked[S], Generic[S]):
         self._places: dict[S, Any] = {}
         """Position of each segment in the queue; a split keeps both halves at the same one."""
         super().__init__(self._places.get)
-        self._end = count().__next__
-        """Returns the next position at the end of the queue."""
+        self._end = count().__next__  # returns the next position at the end of the queue
 
     @override
     def insert(self, segment: S) -> None:
@@ -40,8 +39,7 @@ class Clock(Fifo[S], Generic[S]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._used: set[S] = set()
-        """Segments used since the last pass, which spares them once."""
+        self._used: set[S] = set()  # segments used since the last pass, which spares them once
 
     @override
     def touch(self, segment: S) -> None:

@@ -48,14 +48,12 @@ class Gdsf(Lfu[S], Generic[S]):
     computation that a block saves.
     """
 
-    _deeper = 0.0
-    """Additional worth per block above it; a first block is worth 1."""
+    _deeper = 0.0  # additional worth per block above it; a first block is worth 1
 
     def __init__(self) -> None:
         super().__init__()
         self._age = 0.0
-        self._bases: dict[S, float] = {}
-        """Age of the cache at the last use of each segment."""
+        self._bases: dict[S, float] = {}  # age of the cache at the last use of each segment
 
     @override
     def _rank(self, segment: S) -> Any:

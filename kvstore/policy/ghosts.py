@@ -19,8 +19,7 @@ class Ghosts:
     def __init__(self) -> None:
         # Not a plain dict, whose first item is found in O(removed items).
         self._cuts: OrderedDict[Hashable, int] = OrderedDict()
-        self.blocks = 0
-        """Number of blocks recorded."""
+        self.blocks = 0  # number of blocks recorded
 
     def add(self, segment: Evictable, blocks: int) -> None:
         """Record the eviction of the last ``blocks`` blocks of a segment, before it happens."""

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from kvstore.policy.protocol import Policy, S
 
-FEW = 64
-"""Fewest entries at which the heap is cleaned."""
+FEW = 64  # fewest entries at which the heap is cleaned
 
 
 class Leaves(Generic[S]):

@@ -28,11 +28,9 @@ class _Queues(Policy[S], Generic[S]):
 
     def __init__(self, queues: int) -> None:
         self._queues = tuple(Queue[S]() for _ in range(queues))
-        self._queue: dict[S, Queue[S]] = {}
-        """The queue of each segment."""
+        self._queue: dict[S, Queue[S]] = {}  # the queue of each segment
         self._sizes: dict[S, int] = {}
-        self._blocks = 0
-        """Blocks in all queues."""
+        self._blocks = 0  # blocks in all queues
         self._end = count().__next__
         """Returns the next position at the end of a queue that is not an LRU."""
 
@@ -109,10 +107,8 @@ class _TwoQueues(_Queues[S], Generic[S]):
 class _Probation(_TwoQueues[S], Generic[S]):
     """Evicted new segments are kept when they return."""
 
-    NEW_SHARE: float
-    """Largest share of all blocks in the queue of new segments."""
-    GHOST_SHARE: float
-    """Most blocks recorded as ghosts, as a share of all blocks."""
+    NEW_SHARE: float  # largest share of all blocks in the queue of new segments
+    GHOST_SHARE: float  # most blocks recorded as ghosts, as a share of all blocks
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,8 +166,7 @@ class S3Fifo(_Probation[S], Generic[S]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._marks: dict[S, int] = {}
-        """Uses of a segment since it was last spared, if any."""
+        self._marks: dict[S, int] = {}  # uses of a segment since it was last spared, if any
 
     @override
     def place(self, segment: S) -> int:
@@ -230,10 +225,8 @@ class Arc(_TwoQueues[S], Generic[S]):
         self._ghosts = (Ghosts(), Ghosts())
         self._used: set[S] = set()
         """Kept segments that were used, or had a removed descendant that was."""
-        self._target = 0.0
-        """Most blocks of new segments."""
-        self._most = 0
-        """Most blocks so far: the capacity of the tier."""
+        self._target = 0.0  # most blocks of new segments
+        self._most = 0  # most blocks so far: the capacity of the tier
 
     def _has_returned(self, segment: S) -> bool:
         """Return whether a new segment resumes a recent eviction, and adapt the target."""
@@ -295,8 +288,7 @@ class Slru(_Queues[S], Generic[S]):
     A hit promotes a segment by one queue; a queue above a quarter of the blocks demotes its oldest segment.
     """
 
-    QUEUES = 4
-    """Huang et al.'s S4LRU."""
+    QUEUES = 4  # Huang et al.'s S4LRU
 
     def __init__(self) -> None:
         super().__init__(self.QUEUES)

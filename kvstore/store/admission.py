@@ -19,18 +19,15 @@ from kvstore.store.pending import PendingBlocks, StoreRequest
 from kvstore.store.retention import Renewal, Retention
 from kvstore.transfer.commit_queue import CommitQueue, QueuedBlock
 
-Encode = Callable[[Header], bytearray]
-"""Returns the frame of the block described by a header."""
+Encode = Callable[[Header], bytearray]  # returns the frame of the block described by a header
 
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
     """The outcome of a ``store`` call, in blocks."""
 
-    end: int
-    """Leading blocks that are now stored or queued."""
-    present: int
-    """Offered blocks that were stored or queued already."""
+    end: int  # leading blocks that are now stored or queued
+    present: int  # offered blocks that were stored or queued already
     dropped: int
     """Blocks not accepted: the queue was full, the parent was missing, or the request was too long."""
 
@@ -46,8 +43,7 @@ class Admission:
     queue: CommitQueue[StoreRequest]
     retention: Retention
     failures: WriteFailures
-    request_blocks: int
-    """Most stored blocks of one request."""
+    request_blocks: int  # most stored blocks of one request
 
     def store(
         self,

@@ -125,8 +125,7 @@ class Committer:
     removal: Removal
     eviction: Eviction
     failures: WriteFailures
-    changing: threading.RLock
-    """The writer's lock of changes."""
+    changing: threading.RLock  # the writer's lock of changes
     _is_crowded: bool = False
     """Whether the last commit found no room despite evictions: a stalled reader keeps the pages, or other files fill the
     disk. More evictions would only empty the store."""

@@ -31,12 +31,10 @@ class Context:
     def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.metrics = Metrics()
-        self.clock = clock
-        """Monotonic seconds, for leases and windows."""
+        self.clock = clock  # monotonic seconds, for leases and windows
         self.wall_clock = wall_clock
         """Wall-clock seconds, valid across restarts, for blocks with a time to live."""
-        self.tick = 0
-        """The newest tick returned."""
+        self.tick = 0  # the newest tick returned
 
     def abandon(self) -> None:
         """In a forked child: replace the lock, which a thread of the parent may hold."""

@@ -63,12 +63,9 @@ class Limit:
 
     used: Callable[[], int]
     high: int
-    low: int
-    """Bytes left by an eviction, which starts when ``high`` would be exceeded."""
-    lineage: Lineage | None
-    """Namespaces whose blocks are evicted; None for all."""
-    reason: str
-    """Counter key of blocks dropped for lack of room."""
+    low: int  # bytes left by an eviction, which starts when ``high`` would be exceeded
+    lineage: Lineage | None  # namespaces whose blocks are evicted; None for all
+    reason: str  # counter key of blocks dropped for lack of room
 
 
 @dataclass(eq=False)
@@ -82,8 +79,7 @@ class Eviction:
     ssd: SsdTier
     index: PrefixIndex
     removal: Removal
-    release_leases: Callable[[], None]
-    """Releases expired leases; called before each eviction."""
+    release_leases: Callable[[], None]  # releases expired leases; called before each eviction
 
     def cap(self, high: int, low: int) -> Limit:
         """Return a limit on the bytes in use by the whole store."""

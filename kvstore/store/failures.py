@@ -25,8 +25,7 @@ class WriteFailures:
 
     context: Context
     ssd: SsdTier
-    count: int = 0
-    """Consecutive failures of the medium."""
+    count: int = 0  # consecutive failures of the medium
     stopped_until: float = -math.inf
     """Time of the next retry by the context's clock; infinity: none before the store is reopened."""
 

@@ -16,8 +16,7 @@ logger = logging.getLogger(__name__)
 ALARM_STORED_BLOCKS = 256
 """Blocks stored without a hit before the alarm: 32,768 tokens at 128 a block, more than a set-up phase stores, and few
 enough for an alarm in the first minutes of traffic."""
-ALARM_LOOKUPS = 64
-"""Lookups of at least one block without a hit before the alarm."""
+ALARM_LOOKUPS = 64  # lookups of at least one block without a hit before the alarm
 
 _BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Upper bounds of the error histogram. FP8 loses about 0.03, NVFP4 0.09, MXFP4 0.11 of a normal distribution; blocks
@@ -43,34 +42,25 @@ class Metrics:
     query_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     """By tier. Each hit token is counted for one tier."""
-    hit_blocks: int = 0
-    """Blocks requested by key and returned."""
-    missed_blocks: int = 0
-    """Blocks requested by key that are missing or corrupt."""
+    hit_blocks: int = 0  # blocks requested by key and returned
+    missed_blocks: int = 0  # blocks requested by key that are missing or corrupt
     window_hits: int = 0
     replay_requests: int = 0
     replayed_tokens: int = 0
     stored_blocks: int = 0
-    packed_blocks: int = 0
-    """Blocks quantized at rest."""
-    lossless_blocks: int = 0
-    """Blocks not quantized because their error would exceed the budget."""
-    compressed_blocks: int = 0
-    """Blocks compressed at rest, quantized or not."""
+    packed_blocks: int = 0  # blocks quantized at rest
+    lossless_blocks: int = 0  # blocks not quantized because their error would exceed the budget
+    compressed_blocks: int = 0  # blocks compressed at rest, quantized or not
     block_errors: Counter[str] = field(default_factory=Counter)
     """Quantized and lossless blocks by quantization error, see ``error_bucket``."""
-    present_blocks: int = 0
-    """Offered blocks that were stored already: the first writer wins."""
+    present_blocks: int = 0  # offered blocks that were stored already: the first writer wins
     dropped_blocks: Counter[str] = field(default_factory=Counter)
     """By reason: those of ``Context.count_drop``, and orphan."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By fault: header, identity, tokens, checksum, parent, missing, io."""
-    late_blocks: int = 0
-    """Blocks of hits that were not read before a deadline."""
-    scrubbed_blocks: int = 0
-    """Blocks read by the background scrub."""
-    evicted_blocks: Counter[str] = field(default_factory=Counter)
-    """By tier."""
+    late_blocks: int = 0  # blocks of hits that were not read before a deadline
+    scrubbed_blocks: int = 0  # blocks read by the background scrub
+    evicted_blocks: Counter[str] = field(default_factory=Counter)  # by tier
     quota_evicted_blocks: int = 0
     """Blocks evicted from the SSD tier because their namespace reached its quota."""
     expired_leases: int = 0

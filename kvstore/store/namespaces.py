@@ -23,10 +23,8 @@ ERASED_TOGETHER = 256
 class Lineage:
     """All generations of one namespace."""
 
-    numbers: set[int] = field(default_factory=set)
-    """Namespace numbers."""
-    quota: int | None = None
-    """Most bytes of the file for all their frames; None for no limit."""
+    numbers: set[int] = field(default_factory=set)  # namespace numbers
+    quota: int | None = None  # most bytes of the file for all their frames; None for no limit
 
 
 class Namespaces:
@@ -56,14 +54,10 @@ class Namespaces:
         self._numbers: dict[str, int] = {}
         self._lineages: dict[str, Lineage] = {}
         self._lineage_of: dict[int, Lineage] = {}
-        self._references: Counter[int] = Counter()
-        """Calls and queued blocks in progress, by number."""
-        self._named: set[int] = set()
-        """Numbers whose names are stored."""
-        self._idle: set[int] = set()
-        """Numbers of entries that may be empty."""
-        self._left: set[int] = set()
-        """Numbers whose stored names are to be erased."""
+        self._references: Counter[int] = Counter()  # calls and queued blocks in progress, by number
+        self._named: set[int] = set()  # numbers whose names are stored
+        self._idle: set[int] = set()  # numbers of entries that may be empty
+        self._left: set[int] = set()  # numbers whose stored names are to be erased
         facts = namespace_facts(ssd)
         for number in sorted(facts, key=lambda number: ssd.usage[number] > 0):
             entry = facts[number]

@@ -51,8 +51,7 @@ class OpenStore:
         self.ssd = ssd
         self.writer: StoreWriter | None = None
         self._pid = os.getpid()
-        self.is_closed = False
-        """Whether the store was closed, or inherited by a fork."""
+        self.is_closed = False  # whether the store was closed, or inherited by a fork
         self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None

@@ -18,8 +18,7 @@ class StoreRequest:
 
     prefix: Chain
     namespace_id: int
-    tick: int
-    """Tick of the request."""
+    tick: int  # tick of the request
     expires: float
     is_pinned: bool
 

@@ -71,16 +71,11 @@ def rebuild(
 class _Runs:
     """The tree of blocks with runs as nodes: the longest consecutive blocks without a fork. Ordered by first key."""
 
-    order: NDArray[np.int64]
-    """Record indices, run by run, each from its first block to its last."""
-    start: NDArray[np.int64]
-    """Start of each run in ``order``."""
-    blocks: NDArray[np.int64]
-    """Number of blocks of each run."""
-    number: NDArray[np.int64]
-    """Block number of the first block of each run."""
-    parent: NDArray[np.int64]
-    """Parent of each run, or -1."""
+    order: NDArray[np.int64]  # record indices, run by run, each from its first block to its last
+    start: NDArray[np.int64]  # start of each run in ``order``
+    blocks: NDArray[np.int64]  # number of blocks of each run
+    number: NDArray[np.int64]  # block number of the first block of each run
+    parent: NDArray[np.int64]  # parent of each run, or -1
 
     def children(self) -> tuple[list[int], list[int]]:
         """Return the runs ordered by parent, and the start of each run's children in that order."""

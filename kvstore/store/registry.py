@@ -58,8 +58,7 @@ class _SharedStore:
     """An open store and its shares."""
 
     shared: OpenStore
-    options: Any
-    """Options in force: those of the first opening."""
+    options: Any  # options in force: those of the first opening
     shares: weakref.WeakSet[Share[Any]] = field(default_factory=weakref.WeakSet)
     """A weak set, not a counter: a share that an interrupted caller never received is removed automatically."""
 
@@ -74,8 +73,7 @@ _open_stores: dict[tuple[int, int], _SharedStore] = {}
 _inherited: dict[tuple[int, int], OpenStore] = {}
 """Stores of the parent, closed by a forked child before it opens the same directory."""
 _opening = threading.RLock()
-_forking = threading.local()
-"""The tiers that a thread stopped for its fork."""
+_forking = threading.local()  # the tiers that a thread stopped for its fork
 
 
 def share(
@@ -108,11 +106,10 @@ def share(
                     raise LayoutMismatch(msg)
                 check_agreement(path, options, entry.options, given)
                 if role == "owner" and not entry.shared.is_owner:
-                    msg = (
+                    raise StoreBusy(
                         f"{path} is open as a reader in this process already; close that before "
                         "opening it with role='owner'"
                     )
-                    raise StoreBusy(msg)
                 entry.shared.metrics.shared_opens += 1
                 return _new_share(entry)
             if known is not None and known in _inherited:

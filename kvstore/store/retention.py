@@ -23,8 +23,7 @@ class Renewal:
     """A repeated ``store`` of blocks that are stored or queued."""
 
     prefix: Chain
-    blocks: int
-    """Number of leading blocks of ``prefix`` to renew."""
+    blocks: int  # number of leading blocks of ``prefix`` to renew
     expires: float
     is_pinned: bool
 
@@ -43,8 +42,7 @@ class Retention:
     failures: WriteFailures
     uses: dict[BlockKey, int] = field(default_factory=dict)
     """Newest tick of each used block, to be written by the next commit."""
-    pinned: set[Segment] = field(default_factory=set)
-    """Segments with a persistent pin."""
+    pinned: set[Segment] = field(default_factory=set)  # segments with a persistent pin
     _deferred: dict[BlockKey, Renewal] = field(default_factory=dict)
     """Renewals whose last block is still queued, by the key of that block."""
 

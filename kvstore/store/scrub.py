@@ -33,14 +33,11 @@ logger = logging.getLogger(__name__)
 
 PASS_SECONDS = 3600.0
 """Least time between the starts of two passes, so that a small store is not read continuously."""
-RETRY_SECONDS = 60.0
-"""Pause after an error of the whole medium."""
+RETRY_SECONDS = 60.0  # pause after an error of the whole medium
 SAVED_BLOCKS = 4096
 """Blocks between two records of the position: the most verified again after a kill."""
-STOP_SECONDS = 60.0
-"""Most time that a stop waits for the current block."""
-_BATCH = 64
-"""Records per read transaction, which keeps each short."""
+STOP_SECONDS = 60.0  # most time that a stop waits for the current block
+_BATCH = 64  # records per read transaction, which keeps each short
 _FACT = "scrub"
 
 
@@ -51,12 +48,9 @@ class TokenBucket:
     In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
     """
 
-    rate: float
-    """Tokens per second."""
-    burst: float
-    """Most tokens that idle time accumulates."""
-    now: float
-    """Time of the last call."""
+    rate: float  # tokens per second
+    burst: float  # most tokens that idle time accumulates
+    now: float  # time of the last call
     level: float = 0.0
 
     def take(self, amount: float, now: float) -> float:

@@ -17,8 +17,7 @@ from kvstore.tier.ssd.opening import BIRTH_SECONDS
 from kvstore.tier.ssd.owner_lock import busy, try_lock
 from kvstore.tier.ssd.version_file import has_format, read_format
 
-SECRET_BYTES = 32
-"""As long as the digests that use it. Source: RFC 2104, section 3."""
+SECRET_BYTES = 32  # as long as the digests that use it. Source: RFC 2104, section 3.
 _RESTORE = "restore the secret of this store or archive, without which no block is found, or use another path"
 
 
@@ -49,11 +48,10 @@ def secret_for(
         named = _fingerprint_in(read_format(path))
         if named is not None and bool(named) != is_wanted:
             has, other = ("a", "with") if named else ("no", "without")
-            msg = (
+            raise LayoutMismatch(
                 f"{path} has {has} secret that its hashes depend on: open it {other} secret=True, or "
                 "use another path; it was left untouched"
             )
-            raise LayoutMismatch(msg)
         return _secret_named(path, named) if is_wanted else None
     except OSError as error:
         if not is_wanted:
@@ -85,11 +83,10 @@ def _fingerprint_in(text: str) -> str | None:
 def _secret_named(path: Path, named: str | None) -> bytes:
     secret = _read_secret(path)
     if named is not None and secret_fingerprint(secret) != named:
-        msg = (
+        raise StoreError(
             f"{path / SECRET_FILE} is another secret: its fingerprint is "
             f"{secret_fingerprint(secret)[:16]}, expected {named[:16]}; {_RESTORE}"
         )
-        raise StoreError(msg)
     return secret
 
 

@@ -28,15 +28,12 @@ _GROUP_FIELDS: Mapping[str, type] = {
 class StoreFormat:
     """The format described by the ``VERSION`` file of a store."""
 
-    layout: Layout
-    """Its GLOBAL groups are stored."""
+    layout: Layout  # its GLOBAL groups are stored
     block_tokens: int
-    key_bytes: int = 0
-    """Longest key of a store of callers' own keys, 0 for a store of tokens."""
+    key_bytes: int = 0  # longest key of a store of callers' own keys, 0 for a store of tokens
     ssd_formats: Mapping[str, str] = field(default_factory=dict)
     """Entry formats at rest, by group, if they differ from the layout's."""
-    secret: str = ""
-    """Fingerprint of the secret of the block hashes, empty for none."""
+    secret: str = ""  # fingerprint of the secret of the block hashes, empty for none
 
 
 def format_text(form: StoreFormat) -> str:

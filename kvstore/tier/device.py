@@ -54,11 +54,10 @@ class DeviceTier:
                     for group in self.layout.global_groups
                 }
         except (RuntimeError, AssertionError) as error:
-            msg = (
+            raise ConfigError(
                 f"device {device!r} cannot allocate {self.page_count} pages of {self.page_bytes} bytes: "
                 f"{error}; lower device_bytes or choose another device"
-            )
-            raise ConfigError(msg) from error
+            ) from error
         self._free = list(range(self.page_count - 1, -1, -1))
         self._target = (
             frame_format.entries_target(

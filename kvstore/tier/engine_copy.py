@@ -16,8 +16,7 @@ from kvstore.tier.engine_pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """Formats of plain numbers: a copy is exact in the engine's own dtype, otherwise one rounding."""
-OPAQUE_FORMAT = "u8"
-"""The format of entries that are opaque bytes."""
+OPAQUE_FORMAT = "u8"  # the format of entries that are opaque bytes
 
 
 def encode_rows(group: LayerGroup, rows: torch.Tensor) -> torch.Tensor:
@@ -47,11 +46,10 @@ class PagedEntries:
             ValueError: naming the group, what was expected and what was found.
         """
         if pages.layout_tag != ENTRIES_TAG:
-            msg = (
+            raise ValueError(
                 f"pages have layout tag {pages.layout_tag!r}, expected {ENTRIES_TAG!r}: give views with "
                 "axes [page, entry, ...]"
             )
-            raise ValueError(msg)
         self.layout = layout
         self._layers: dict[str, list[torch.Tensor]] = {}
         self._ids: dict[str, torch.Tensor] = {}
@@ -70,20 +68,18 @@ class PagedEntries:
             raise ValueError(msg) from error
         is_integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         if ids.ndim != 1 or not is_integers:
-            msg = (
+            raise ValueError(
                 f"page_ids of group {group.name!r} must be a list of integers, found "
                 f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
             )
-            raise ValueError(msg)
         ids = ids.to("cpu", torch.int64)
         have = len(ids) * self._page_entries(group)
         need = tokens // group.tokens_per_entry
         if have < need:
-            msg = (
+            raise ValueError(
                 f"group {group.name!r}: {len(ids)} pages have {have} entries, expected at least {need} "
                 f"for {tokens} tokens"
             )
-            raise ValueError(msg)
         return ids
 
     def _page_entries(self, group: LayerGroup) -> int:
@@ -176,11 +172,10 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
     else:
         views = list(given)
     if len(views) != len(group.layers):
-        msg = (
+        raise ValueError(
             f"group {group.name!r}: expected pages of {len(group.layers)} layers, found {len(views)}; "
             "give one tensor per layer, or one tensor [pages, layers, entries, ...]"
         )
-        raise ValueError(msg)
     takes_numbers = group.entry_format != OPAQUE_FORMAT
     numbers_too = f" or {group.values} floating-point numbers" if takes_numbers else ""
     for view in views:
@@ -189,18 +184,16 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
         expected = group.entry_bytes if is_bytes else group.values
         numbers = view[:1, :1].numel() if view.ndim >= 3 and len(view) else expected
         if view.ndim < 3 or numbers != expected or not is_taken:
-            msg = (
+            raise ValueError(
                 f"group {group.name!r}: expected pages [pages, entries, ...] with {group.entry_bytes} "
                 f"bytes (uint8){numbers_too} an entry, found "
                 f"{str(view.dtype).removeprefix('torch.')} {list(view.shape)}"
             )
-            raise ValueError(msg)
         if view.shape[1] != views[0].shape[1] or len(view) != len(views[0]):
-            msg = (
+            raise ValueError(
                 f"group {group.name!r}: layers have pages of different shapes, found "
                 f"{list(views[0].shape)} and {list(view.shape)}"
             )
-            raise ValueError(msg)
     return views
 
 

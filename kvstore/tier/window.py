@@ -17,8 +17,7 @@ from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout
 from kvstore.layout.replay import WindowSnapshot
 
-POISON = 0xFF
-"""Byte that fills freed rows in debug mode: NaN in every float format of rows."""
+POISON = 0xFF  # byte that fills freed rows in debug mode: NaN in every float format of rows
 
 
 @dataclass(slots=True)
@@ -28,10 +27,8 @@ class _Pooled:
     size: int
     expires: float
     pins: int = 0
-    is_used: bool = False
-    """Whether a hit has used it."""
-    is_doomed: bool = False
-    """Dropped while pinned; freed with the last pin."""
+    is_used: bool = False  # whether a hit has used it
+    is_doomed: bool = False  # dropped while pinned; freed with the last pin
 
 
 class WindowPool:
@@ -67,10 +64,8 @@ class WindowPool:
         self._pinned: dict[int, _Pooled] = {}  # by identity of the returned snapshot
         self.evicted = 0
         self.expired = 0
-        self.refused = 0
-        """Windows that did not fit beside pinned ones, or at all."""
-        self.evicted_unused = 0
-        """Windows evicted or expired before any hit used them."""
+        self.refused = 0  # windows that did not fit beside pinned ones, or at all
+        self.evicted_unused = 0  # windows evicted or expired before any hit used them
 
     @property
     def snapshot_bytes(self) -> int:
@@ -238,11 +233,10 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
         array = _rows_on_host(name, snapshot.rows[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
         if array.dtype != np.uint8 or array.shape != expected:
-            msg = (
+            raise ValueError(
                 f"snapshot rows of group {name!r}: expected uint8 {list(expected)}, "
                 f"found {array.dtype} {list(array.shape)}"
             )
-            raise ValueError(msg)
 
 
 def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:

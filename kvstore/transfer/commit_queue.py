@@ -33,8 +33,7 @@ class QueuedBlock(Generic[T]):
     parent: BlockKey
     number: int
     frame: bytearray
-    request: T
-    """State shared by the blocks of one request."""
+    request: T  # state shared by the blocks of one request
 
 
 class CommitQueue(Generic[T]):

@@ -17,8 +17,7 @@ from kvstore.errors import StoreError
 
 T = TypeVar("T")
 
-BARRIER_SECONDS = 120.0
-"""Deadline of a flush. A disk that takes longer counts as failed."""
+BARRIER_SECONDS = 120.0  # deadline of a flush. A disk that takes longer counts as failed.
 
 
 def taken_lock() -> threading.Lock:
@@ -46,8 +45,7 @@ class _Call(Generic[T]):
         self._work = work
         self._claim = threading.Lock()
         self._running = taken_lock()
-        self.results: list[T] = []
-        """The returned value, if the call returned."""
+        self.results: list[T] = []  # the returned value, if the call returned
         self.error: BaseException | None = None
 
     def begin(self) -> None:

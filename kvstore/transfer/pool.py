@@ -37,8 +37,7 @@ class ParallelTask:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._next = 0
-        self._end = self.count = count
-        """Positions from here on are not started and do not count."""
+        self._end = self.count = count  # positions from here on are not started and do not count
         self._underway: set[int] = set()
         self._error: BaseException | None = None
 

@@ -35,25 +35,20 @@ _RECORD = struct.Struct("<IHHQQQQQ")
 """A database: padding, flags, depth, branch, leaf and overflow pages, entries, root."""
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGE = 8
-_INTEGER_KEYS = 8
-"""Flag of the database of free lists, keyed by transaction."""
+_INTEGER_KEYS = 8  # flag of the database of free lists, keyed by transaction
 _METAS = 2
-_NOWHERE = 2**64 - 1
-"""Root of an empty database."""
+_NOWHERE = 2**64 - 1  # root of an empty database
 _DEEPEST = 32
 _WINDOW = 16
 """Pages of one read ahead, if two of them are needed: reading 64 KiB costs about as much as one more read
 (0.8 GB/s, 20,000 reads a second)."""
-_DATABASES = 64
-"""Most databases that are verified; a store has four."""
+_DATABASES = 64  # most databases that are verified; a store has four
 
 _VALUE = np.dtype([("page", "<u8"), ("pages", "<u8")])
 _HEAD = np.dtype([("page", "<u8"), ("padding", "<u2"), ("flags", "<u2"), ("pages", "<u4")])
 """Header of a value with pages of its own. Source: MDB_page, LMDB 0.9."""
-_OVERFLOW = 4
-"""Flag of the first page of such a value."""
-_HEAD_BATCH = 1024
-"""Headers read at a time."""
+_OVERFLOW = 4  # flag of the first page of such a value
+_HEAD_BATCH = 1024  # headers read at a time
 
 _COMPLAINTS: Mapping[int, str] = {
     lib.KVSTORE_TREE_CUT: "page {page} is beyond the end of the file",
@@ -80,14 +75,11 @@ def _demand(holds: object, complaint: str) -> None:
 class Trees:
     """The result of a verification."""
 
-    problem: str
-    """The problem found, empty for none."""
-    values: NDArray[np.void]
-    """``page`` and ``pages`` of each value that has pages of its own."""
+    problem: str  # the problem found, empty for none
+    values: NDArray[np.void]  # ``page`` and ``pages`` of each value that has pages of its own
 
 
-NO_TREES = Trees("", np.empty(0, _VALUE))
-"""The result for a file that does not exist yet."""
+NO_TREES = Trees("", np.empty(0, _VALUE))  # the result for a file that does not exist yet
 
 
 def check(file: Path) -> Trees:

@@ -16,8 +16,7 @@ PAGE_BYTES = 4096
 PAGE_HEADER_BYTES = 16
 """Header that LMDB writes before an overflow value. Source: LMDB 0.9 page header."""
 COMMIT_BYTES = 16 << 20
-"""Largest commit. LMDB keeps a heap copy of each dirty page, so a transaction is bounded.
-docs/decisions/0009."""
+"""Largest commit. LMDB keeps a heap copy of each dirty page, so a transaction is bounded. docs/decisions/0009."""
 COMMIT_BLOCKS = 64
 """Blocks of the largest commit: 64 take 1.14x of raw pwrite and fdatasync. docs/decisions/0009."""
 QUEUE_BYTES = 256 << 20
@@ -36,8 +35,7 @@ _SPARE_COMMITS = 3
 """Pages freed in a transaction are reusable two transactions later: room for three full commits."""
 TREE_PAGES_PER_BLOCK = 3
 """Most tree pages rewritten by the write of one block: one leaf each of `pay`, `meta` and `age`."""
-OVERHEAD_PAGES = 32
-"""Roots, branches, meta pages and free list."""
+OVERHEAD_PAGES = 32  # roots, branches, meta pages and free list
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 

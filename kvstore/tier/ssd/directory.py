@@ -42,21 +42,19 @@ def prepare(path: Path) -> None:
         raise ConfigError(msg) from error
     owner = path.stat().st_uid
     if owner != os.geteuid():
-        msg = (
+        raise ConfigError(
             f"{path} belongs to user id {owner}, expected {os.geteuid()}, the user of this process; "
             f"run chown -R {os.geteuid()} on it, or use a directory of your own, in it if you may write there"
         )
-        raise ConfigError(msg)
     refuse_links(path)
     require_store_or_empty(path)
     tighten(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        msg = (
+        raise ConfigError(
             f"{path} is writable by others (mode {mode:04o}), expected a directory of the store's own; "
             "run chmod 700 on it, or use another path"
         )
-        raise ConfigError(msg)
     _refuse_foreign_files(path)
 
 
@@ -89,11 +87,10 @@ def _refuse_foreign_files(path: Path) -> None:
         with suppress(FileNotFoundError):
             owner = (path / name).lstat().st_uid
             if owner != os.geteuid():
-                msg = (
+                raise ConfigError(
                     f"{path / name} belongs to user id {owner}, expected {os.geteuid()}, the owner of the "
                     f"directory; run chown {os.geteuid()} on it if you know its origin, or use another path"
                 )
-                raise ConfigError(msg)
 
 
 def refuse_links(path: Path) -> None:
@@ -103,11 +100,10 @@ def refuse_links(path: Path) -> None:
             mode = (path / name).lstat().st_mode
             if not stat.S_ISREG(mode):
                 what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
-                msg = (
+                raise ConfigError(
                     f"{path / name} is {what}, expected a file of the store's own; link the directory "
                     "instead, or choose another path"
                 )
-                raise ConfigError(msg)
 
 
 def require_store_or_empty(path: Path) -> None:

@@ -33,11 +33,10 @@ def check_file_system(path: Path) -> None:
     kind = type_of(path)
     if kind in _NETWORK_TYPES or kind.startswith("fuse"):
         what = "FUSE" if kind.startswith("fuse") else "a network file system"
-        msg = (
+        raise ConfigError(
             f"{path} is on {what} ({kind}), expected a local disk, as a store is mapped and locked; "
             "choose another path, or open it with role='reader' if no process writes to it"
         )
-        raise ConfigError(msg)
     if kind in _LAYERED_TYPES:
         logger.warning(
             "%s is on %s, a container's own layer: it is removed with the container, and a reader that "

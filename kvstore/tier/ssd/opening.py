@@ -42,12 +42,11 @@ def open_ssd(
     """
     least = minimum_capacity(options.frame_bytes)
     if options.capacity_bytes < least:
-        msg = (
+        raise ConfigError(
             f"ssd_bytes is {options.capacity_bytes}, expected at least {least}: room for "
             f"{MINIMUM_BLOCKS} blocks of {pages_of(options.frame_bytes) * PAGE_BYTES} bytes and "
             "the largest commits"
         )
-        raise ConfigError(msg)
     try:
         return _open(path, options, tier_class)
     except lmdb.LockError as error:

@@ -24,8 +24,7 @@ _ROW = np.dtype(
 )
 """A key and its record. Compared as two big-endian words, keys sort in their order."""
 assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
-_MOST_ERROR = 65504.0
-"""Largest float16."""
+_MOST_ERROR = 65504.0  # largest float16
 _PINNED, _PACKED, _COMPRESSED = 1, 2, 4
 _MOST_SEQUENCES = 2**63
 """Sequences from here on cannot occur: they are damage, read as 0, the oldest."""
@@ -40,20 +39,15 @@ class Record:
     parent: BlockKey
     number: int
     namespace_id: int
-    sequence: int
-    """Tick of the last insert or use: the order of recency across restarts."""
-    page: int = 0
-    """Page of the payload in the file, a hint; 0 if unknown."""
-    expires: float = 0.0
-    """Wall-clock seconds, 0 for never."""
+    sequence: int  # tick of the last insert or use: the order of recency across restarts
+    page: int = 0  # page of the payload in the file, a hint; 0 if unknown
+    expires: float = 0.0  # wall-clock seconds, 0 for never
     frame_bytes: int = 0
     is_pinned: bool = False
     is_packed: bool = False
     is_compressed: bool = False
-    error: float = 0.0
-    """Relative error of quantization, as in the frame, rounded to float16."""
-    head_sum: int = 0
-    """Checksum of the frame's head, which contains the checksums of its parts."""
+    error: float = 0.0  # relative error of quantization, as in the frame, rounded to float16
+    head_sum: int = 0  # checksum of the frame's head, which contains the checksums of its parts
 
     def pack(self, page: int | None = None) -> bytes:
         """Return the stored bytes of the record, with its page replaced by ``page`` if given."""

@@ -54,10 +54,8 @@ READ_BATCH = 32
 """Blocks per read transaction: a longer one would keep freed pages from reuse. docs/decisions/0009."""
 FORK_SECONDS = 5.0
 """Most time that a fork waits for a call in progress. A disk that takes longer counts as failed."""
-CLOSE_SECONDS = 60.0
-"""Most time that a close waits for calls in progress, such as a copy."""
-COPY_SECONDS = 60.0
-"""Most time that a compaction waits for calls that use the old file."""
+CLOSE_SECONDS = 60.0  # most time that a close waits for calls in progress, such as a copy
+COPY_SECONDS = 60.0  # most time that a compaction waits for calls that use the old file
 READERS_SECONDS = 60.0
 """Interval at which writes clear the slots of killed readers: there are 512 slots, and each keeps every page freed
 since its reader began from reuse."""
@@ -104,8 +102,7 @@ class SsdTier:
         self._map_lock: int | None = None
         self._open_gates()
         self._is_closed = False
-        self._writing = threading.RLock()
-        """Held through every write transaction and its recovery."""
+        self._writing = threading.RLock()  # held through every write transaction and its recovery
         self._is_suspect = False
         """Whether a commit or a sync failed: the last committed state may not be on the disk."""
         self._is_damaged = False
@@ -117,13 +114,11 @@ class SsdTier:
         self._attach(env)
 
     def _open_gates(self) -> None:
-        self._scratch = threading.local()
-        """The gate and the frame buffer of each thread."""
+        self._scratch = threading.local()  # the gate and the frame buffer of each thread
         self._gates: weakref.WeakSet[Any] = weakref.WeakSet()
         """One lock per calling thread, held during each of its calls that use the environment."""
         self._gating = threading.Lock()
-        self._was_busy = False
-        """Whether a call used the environment when this process was forked."""
+        self._was_busy = False  # whether a call used the environment when this process was forked
 
     def _attach(self, env: lmdb.Environment) -> None:
         """Use an open environment, and open its data file."""
@@ -599,20 +594,18 @@ class SsdTier:
         self.sync()
         live = self.live_bytes
         if live > self.high_bytes:
-            msg = (
+            raise StoreError(
                 f"{live} bytes are in use in {self.path}, more than the {self.high_bytes} that its cap "
                 f"of {self.capacity_bytes} allows for: evict or unpin, or give it more ssd_bytes"
             )
-            raise StoreError(msg)
         needed = live + self.block_count * _HINT_BYTES + capacity.OVERHEAD_PAGES * PAGE_BYTES
         facts = os.statvfs(self.path)
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
-            msg = (
+            raise StoreError(
                 f"compacting {self.path} needs {needed} bytes free on the disk for the copy, "
                 f"found {free}: free that much, or evict first"
             )
-            raise StoreError(msg)
         folder = files.new_copy_folder(self.path)
         with self._using():
             state = self._inside.info()["last_txnid"]
@@ -634,11 +627,10 @@ class SsdTier:
             raise StoreError(msg)
         try:
             if copy.block_count != self.block_count:
-                msg = (
+                raise StoreError(
                     f"the compacted copy of {self.path} has {copy.block_count} blocks, expected "
                     f"{self.block_count}; the store was not changed"
                 )
-                raise StoreError(msg)
             copy.find_hints()
         finally:
             copy.close()

@@ -13,8 +13,7 @@ from kvstore.tier.ssd.files import VERSION_FILE, write_file
 FORMAT_BYTES = 16 << 10
 """Largest format text: 5,000 layers. Computing a frame's layout is quadratic in layers."""
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
-_SHOWN = 200
-"""Characters shown of a format text that cannot be parsed."""
+_SHOWN = 200  # characters shown of a format text that cannot be parsed
 
 
 def read_format(path: Path) -> str:
@@ -37,11 +36,10 @@ def read_format(path: Path) -> str:
         raise StoreError(msg)
     if len(lines) != 2 or lines[0] != _FIRST_LINE:
         found = lines[0][:40] if lines else "an empty file"
-        msg = (
+        raise StoreError(
             f"{path} was written by another version: found {found!r}, expected {_FIRST_LINE!r}; "
             "use another path or remove the directory"
         )
-        raise StoreError(msg)
     return lines[1]
 
 
@@ -51,11 +49,10 @@ def has_format(path: Path, format_text: str) -> bool:
         return False
     found = read_format(path)
     if found != format_text:
-        msg = (
+        raise LayoutMismatch(
             f"{path} contains blocks of another layout and was left untouched: "
             f"{_difference(found, format_text)}. Use another path for this one."
         )
-        raise LayoutMismatch(msg)
     return True
 
 
@@ -63,11 +60,10 @@ def claim_format(path: Path, format_text: str) -> None:
     """Write the format of a new store; raise ``LayoutMismatch`` if the store has another format."""
     if not has_format(path, format_text):
         if len(format_text.encode()) > FORMAT_BYTES:
-            msg = (
+            raise ConfigError(
                 f"the layout is {len(format_text.encode())} bytes of JSON, expected at most "
                 f"{FORMAT_BYTES}: join groups, or give them shorter names"
             )
-            raise ConfigError(msg)
         # Before the database exists: a database without VERSION is not recognised as a store.
         write_file(path, VERSION_FILE, f"{_FIRST_LINE}\n{format_text}\n".encode())
 
