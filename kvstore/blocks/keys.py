@@ -62,8 +62,7 @@ class NamedBlock:
 def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
     """Return the words and the hash of a caller's key, under the ``keys_root`` of its store.
 
-    Raises:
-        ValueError: if it is neither bytes nor a string, or too long.
+    Raises ``ValueError`` if it is neither bytes nor a string, or too long.
     """
     given: object = key
     if isinstance(given, str):

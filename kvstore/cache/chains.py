@@ -39,8 +39,7 @@ class Generations:
     def current(self, lineage: str, given: int) -> int:
         """Return the newer of the given and the recorded generation.
 
-        Raises:
-            StoreError: if the record cannot be read; a guess could make old weights' blocks current.
+        Raises ``StoreError`` if the record cannot be read; a guess could make old weights' blocks current.
         """
         path = self._store.ssd.path
         with self._lock:

@@ -50,8 +50,7 @@ class Windows:
     def of(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
         """Return the window of each match. A hook receives all its requests in one call.
 
-        Raises:
-            ValueError: if a window is missing without a hook, or a hook returns a wrong result.
+        Raises ``ValueError`` if a window is missing without a hook, or a hook returns a wrong result.
         """
         found: dict[int, WindowSnapshot] = {}
         batches: list[tuple[ReplayHook, list[int]]] = []

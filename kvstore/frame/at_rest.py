@@ -49,8 +49,7 @@ def loses(formats: Mapping[str, str]) -> bool:
 def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
     """Return the layout of quantized blocks; compressed groups keep their format.
 
-    Raises:
-        ConfigError: for an unknown group, a group without floats, or an unknown format at rest.
+    Raises ``ConfigError`` for an unknown group, a group without floats, or an unknown format at rest.
     """
     known = {group.name: group for group in layout.global_groups}
     for name, entry_format in formats.items():

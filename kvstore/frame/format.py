@@ -272,11 +272,8 @@ class FrameFormat(FrameGeometry):
         """Copy a frame's payload to the ``block``-th block of ``target`` and verify it.
 
         Returns None, or ``"checksum"`` if a part does not match its checksum: the block's memory is then undefined.
-
-        Raises:
-            ValueError: if ``target`` has no such block; nothing is written then.
-
-        Cost: one pass over the payload; each byte is summed when it is copied or dequantized.
+        Raises ``ValueError`` if ``target`` has no such block; nothing is written then. Cost: one pass over the
+        payload; each byte is summed when it is copied or dequantized.
         """
         sums: Sequence[int] = self._sums.unpack_from(frame, self.sums_offset)
         whole = self.laid_out(frame)
@@ -322,8 +319,7 @@ class FrameFormat(FrameGeometry):
             ``[pages, layers, entries of a block, entry_bytes]``, where pages are blocks. ``layers`` are those of the
             group, in its order; of a batch only those in it.
 
-        Raises:
-            ValueError: naming what was found and what was expected.
+        Raises ``ValueError`` naming what was found and what was expected.
         """
         return targets.target_of(self, entries, {}, batch)
 

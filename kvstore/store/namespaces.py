@@ -163,8 +163,7 @@ class Namespaces:
     def erase(self) -> None:
         """Erase the stored names of removed namespaces.
 
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; the next call or opening erases the rest.
+        Raises one of ``MEDIUM_ERRORS``; the next call or opening erases the rest.
         """
         left, count = sorted(self._left, key=str), ERASED_TOGETHER
         while left:
@@ -184,8 +183,7 @@ class Namespaces:
     def set_quota(self, number: int, quota: int) -> None:
         """Record the quota in bytes of the lineage of an acquired number.
 
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then the old quota stays in force.
+        Raises one of ``MEDIUM_ERRORS``; then the old quota stays in force.
         """
         with self._context.lock:
             lineage = self._lineage_of[number]

@@ -89,12 +89,8 @@ class OpenStore:
         """Evict and compact, if the store was opened with a smaller cap than before.
 
         If the file cannot be compacted (it has readers, or the disk lacks space for a copy), an alarm is logged and
-        remains in the stats. Blocks fill the file again, and it does not grow.
-
-        Raises:
-            StoreError: if the medium fails during the eviction.
-
-        Cost: none without a smaller cap; otherwise that of :meth:`SsdTier.compact`.
+        remains in the stats. Blocks fill the file again, and it does not grow. Raises ``StoreError`` if the medium
+        fails during the eviction. Cost: none without a smaller cap; otherwise that of :meth:`SsdTier.compact`.
         """
         ssd = self.ssd
         if self.writer is None:

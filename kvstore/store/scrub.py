@@ -140,8 +140,7 @@ class Scrubber:
     def step(self) -> float:
         """Verify the next block; return the seconds to wait before the next step.
 
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``, if the records cannot be read.
+        Raises one of ``MEDIUM_ERRORS``, if the records cannot be read.
         """
         if not self._due:
             self._due.extend(self._ssd.records_after(self._last_key, _BATCH))

@@ -157,10 +157,8 @@ class StoreWriter:
     def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
         """Set the byte limit of all generations of a namespace; evict the excess.
 
-        A quota stays in force until another is set, also across restarts.
-
-        Raises:
-            StoreError: if it cannot be recorded (the old quota stays in force), or the excess cannot be deleted.
+        A quota stays in force until another is set, also across restarts. Raises ``StoreError`` if it cannot be
+        recorded (the old quota stays in force), or the excess cannot be deleted.
         """
         with self._context.lock:
             number = self.namespaces.acquire(root, namespace)
@@ -181,8 +179,7 @@ class StoreWriter:
     def flush(self) -> None:
         """Wait until every block accepted before is durable against power loss.
 
-        Raises:
-            StoreError: if the writer thread failed or the medium cannot be synced.
+        Raises ``StoreError`` if the writer thread failed or the medium cannot be synced.
         """
         self.queue.drain()
         failure, self.queue.failure = self.queue.failure, None

@@ -147,8 +147,7 @@ class DeviceTier:
             ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for none (zeros), or None for
             every entry of the table as one query. The result is ``[queries, k, group.values]`` of ``dtype``.
 
-        Raises:
-            ValueError: for a layer that the group does not own or an entry beyond the table.
+        Raises ``ValueError`` for a layer that the group does not own or an entry beyond the table.
         """
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(wanted, torch.dtype):

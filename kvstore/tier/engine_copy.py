@@ -42,8 +42,7 @@ class PagedEntries:
     def __init__(self, layout: Layout, pages: Pages, tokens: int) -> None:
         """Check that ``pages`` can contain tokens ``[0, tokens)``.
 
-        Raises:
-            ValueError: naming the group, what was expected and what was found.
+        Raises ``ValueError`` naming the group, what was expected and what was found.
         """
         if pages.layout_tag != ENTRIES_TAG:
             raise ValueError(

@@ -100,8 +100,7 @@ class CommitQueue(Generic[T]):
     def drain(self) -> None:
         """Wait until every block queued before is committed or dropped.
 
-        Raises:
-            StoreError: after ``BARRIER_SECONDS``.
+        Raises ``StoreError`` after ``BARRIER_SECONDS``.
         """
         mark = taken_lock()
         with self._lock:

@@ -85,8 +85,7 @@ NO_TREES = Trees("", np.empty(0, _VALUE))  # the result for a file that does not
 def check(file: Path) -> Trees:
     """Verify the trees of ``file``, to which no process writes.
 
-    Raises:
-        OSError: if the file cannot be read.
+    Raises ``OSError`` if the file cannot be read.
     """
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -100,10 +99,8 @@ def check(file: Path) -> Trees:
 def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None) -> str:
     """Return the damage found in the headers of ``values`` in ``file``, empty for none.
 
-    Raises:
-        OSError: if the file cannot be read; ``TimeoutError`` if it takes longer than ``seconds``.
-
-    Cost: reads 16 bytes of each value, in the order of the file.
+    Raises ``OSError`` if the file cannot be read; ``TimeoutError`` if it takes longer than ``seconds``. Cost: reads
+    16 bytes of each value, in the order of the file.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     values = values[np.argsort(values["page"])]

@@ -19,8 +19,7 @@ class DirectFile:
     def __init__(self, path: Path, largest: int) -> None:
         """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them in a page.
 
-        Raises:
-            OSError: if the file system has no direct reads.
+        Raises ``OSError`` if the file system has no direct reads.
         """
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
         self._memory = mmap.mmap(-1, (-(-largest // PAGE_BYTES) + 1) * PAGE_BYTES)

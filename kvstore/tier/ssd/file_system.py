@@ -27,8 +27,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 def check_file_system(path: Path) -> None:
     """Check the type of an owner's file system; warn about a layered one.
 
-    Raises:
-        ConfigError: for a network file system or FUSE, where locks and maps are unreliable.
+    Raises ``ConfigError`` for a network file system or FUSE, where locks and maps are unreliable.
     """
     kind = type_of(path)
     if kind in _NETWORK_TYPES or kind.startswith("fuse"):

@@ -356,8 +356,7 @@ class SsdTier:
     ) -> None:
         """Write blocks, new ticks of used blocks, and facts, in one durable transaction.
 
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
+        Raises one of ``MEDIUM_ERRORS``; then nothing was written.
         """
         replaced: list[Record] = []
 
@@ -823,8 +822,7 @@ class SsdTier:
     def forget(self) -> None:
         """In a forked child, close the inherited environment before the store is opened again.
 
-        Raises:
-            StoreError: if a call of the parent was in progress at the fork; a close would never return.
+        Raises ``StoreError`` if a call of the parent was in progress at the fork; a close would never return.
         """
         if self._was_busy:
             msg = f"the store at {self.path} was busy when this process forked; open it in a new process"
