@@ -28,8 +28,9 @@ from kvstore.tier.ssd.values import SsdOptions
 class BlockStore(Sharing):
     """A store of blocks of one size on SSD under keys chosen by callers, for engines with their own hashes.
 
-    A key is up to ``key_bytes`` bytes, or a string, encoded as UTF-8. It is stored whole and compared on every read, so two
-    keys never share a block. The caller includes in it whatever distinguishes blocks (model, formats, tenant, ...).
+    A key is up to ``key_bytes`` bytes, or a string, encoded as UTF-8. It is stored whole and compared on every read,
+    so two keys never share a block. The caller includes in it whatever distinguishes blocks (model, formats, tenant,
+    ...).
 
     A context manager that flushes and closes on exit. A store dropped without ``close`` is closed in the background.
     Openings of one directory in one process share one store; options that differ from those of the first are refused. A
@@ -68,18 +69,18 @@ class BlockStore(Sharing):
             ``ssd_bytes``: hard cap of the file, in bytes or as text; 4 GiB by default.
             ``role``: ``"auto"`` owns the store if no process does, and reads it otherwise.
             ``preallocate``: allocate the disk space now, all or nothing.
-            ``on_removed``: called with the ``block_id`` of each block that the owner evicts, deletes or finds bad, in any
-            thread and under a lock: it must only record it.
+            ``on_removed``: called with the ``block_id`` of each block that the owner evicts, deletes or finds bad, in
+            any thread and under a lock: it must only record it.
             ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background; 0 for no scrub.
             ``secret``: hash keys with a random secret in the store's directory. Fixed when the store is created.
-            ``request_share``: largest share of the store, in (0, 1], for one chain of parents; a half by default. Further
-            blocks of a chain are dropped and counted in ``dropped_blocks``.
+            ``request_share``: largest share of the store, in (0, 1], for one chain of parents; a half by default.
+            Further blocks of a chain are dropped and counted in ``dropped_blocks``.
 
         Raises:
             ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ from those of the
                 store as opened by this process; each is named.
-            LayoutMismatch: if the store contains blocks of another size or key length, or of a ``PrefixCache``, or has a
-                secret and is opened without or vice versa; it is left untouched.
+            LayoutMismatch: if the store contains blocks of another size or key length, or of a ``PrefixCache``, or has
+                a secret and is opened without or vice versa; it is left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none there.
         """
@@ -133,14 +134,14 @@ class BlockStore(Sharing):
         """Queue blocks; return for each whether it is stored or queued.
 
         Shapes:
-            ``sources[i]`` has exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or bytes, of any dtype and shape.
-            A contiguous one on the host is copied once.
+            ``sources[i]`` has exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or bytes, of any dtype and
+            shape. A contiguous one on the host is copied once.
 
-        A key that is already stored keeps its bytes and its parent, and counts as used. ``parents[i]`` is the key of the
-        parent of block i (None for none): it must be stored, queued, or earlier in this call. A parent is evicted after its
-        children. False means that the queue was full for ``wait`` seconds, the parent is unknown, the disk failed, or this
-        is a reader; it is counted, and other blocks are not affected. Blocks are durable after ``flush``; a queued block
-        that cannot be written is lost.
+        A key that is already stored keeps its bytes and its parent, and counts as used. ``parents[i]`` is the key of
+        the parent of block i (None for none): it must be stored, queued, or earlier in this call. A parent is evicted
+        after its children. False means that the queue was full for ``wait`` seconds, the parent is unknown, the disk
+        failed, or this is a reader; it is counted, and other blocks are not affected. Blocks are durable after
+        ``flush``; a queued block that cannot be written is lost.
 
         Raises:
             ValueError: for a bad argument, before anything is stored.
@@ -159,11 +160,12 @@ class BlockStore(Sharing):
         """Copy blocks into ``targets``, verified; return for each whether it was copied.
 
         Shapes:
-            ``targets[i]`` has exactly ``block_bytes`` bytes: a writable, contiguous NumPy array, bytearray or torch tensor
-            on the host, of any dtype and shape.
+            ``targets[i]`` has exactly ``block_bytes`` bytes: a writable, contiguous NumPy array, bytearray or torch
+            tensor on the host, of any dtype and shape.
 
-        A target is written completely or not at all. A bad block is a miss: it is counted and deleted with its descendants,
-        and later keys are still read. Blocks stored at the start of the call are not evicted before it returns.
+        A target is written completely or not at all. A bad block is a miss: it is counted and deleted with its
+        descendants, and later keys are still read. Blocks stored at the start of the call are not evicted before it
+        returns.
 
         Raises:
             ValueError: for a bad argument, before anything is written.
@@ -175,10 +177,7 @@ class BlockStore(Sharing):
         return shared.get(blocks, arrays)
 
     def exists(self, keys: Sequence[Key]) -> int:
-        """Return the number of leading keys that are stored; queued blocks do not count until their commit.
-
-        Neither pins the blocks nor marks them as used.
-        """
+        """Return the number of leading keys that are stored, not queued. Neither pins blocks nor marks them used."""
         return self._guarded().exists(self._named(keys))
 
     def listing(self) -> list[tuple[bytes, bytes]]:

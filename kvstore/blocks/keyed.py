@@ -43,10 +43,7 @@ class _Pin:
 
 
 class KeyedBlocks(OpenStore):
-    """An open store of blocks under callers' keys, shared by all its openings.
-
-    A key has one block and one parent: those of the first ``put``.
-    """
+    """An open store of blocks under callers' keys. The first ``put`` determines the block and the parent of a key."""
 
     def __init__(
         self,

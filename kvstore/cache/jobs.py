@@ -34,8 +34,7 @@ STAGING_BYTES = 64 << 20
 """Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more memory free."""
 POLL_SECONDS = 0.02  # interval at which a wait for an event checks for cancellation
 QUEUED_JOBS = 256
-"""Most jobs in a thread's queue. A job has references and no copies. vLLM runs at most 256 requests at a time by
-default, so one job of each fits."""
+"""Most jobs in a thread's queue, which keep references and no copies: one for each of vLLM's 256 default requests."""
 
 
 class DeviceEvent(Protocol):
@@ -210,8 +209,9 @@ class Jobs:
     def _load(self, job: Job, load: Load) -> None:
         """Load all blocks of one batch after another; a chunk is read while the previous one is copied.
 
-        A bad block ends the result, even if earlier batches had read it. With a deadline there is one batch of all layers,
-        so that the blocks loaded in time are usable. The first chunk is read before ``after`` occurs and copied then.
+        A bad block ends the result, even if earlier batches had read it. With a deadline there is one batch of all
+        layers, so that the blocks loaded in time are usable. The first chunk is read before ``after`` occurs and
+        copied then.
         """
         size = self._block_tokens
         first, end = load.start // size, load.stop // size

@@ -19,10 +19,7 @@ UNMEASURED_READ_BYTES_PER_SECOND = 0.3e9
 
 
 class Lookups:
-    """Finds matches, keeps them by request id, and turns leases into pins.
-
-    Threads: any; the store's lock serialises every call.
-    """
+    """Finds matches, keeps them by request id, and turns leases into pins. Threads: any, under the store's lock."""
 
     def __init__(
         self, store: OpenStore, frame_format: Frames, leases: Leases, window: WindowPool

@@ -84,11 +84,12 @@ class PrefixCache(Scope, Sharing):
             ``block_tokens``: tokens per block. ``ssd_bytes``: hard cap of the store's file.
             ``device``, ``device_bytes``: torch device and capacity of the device tier; 0 for none. Both need the extra
             ``torch``; without it there is no device tier, and ``load`` raises.
-            ``window_bytes``, ``window_ttl``: capacity of the window pool, 0 for none, and seconds until a window expires.
+            ``window_bytes``, ``window_ttl``: capacity of the window pool, 0 for none, and seconds until a window
+            expires.
             ``window_rows``: rows kept of a window (default W; with 2W - 2 every continuation is exact).
             ``role``: ``"auto"`` owns the store unless another process does, in which case it is a reader.
-            ``clock``: replaces the system's clocks for leases and expiries. Expiries persist across restarts, so it must
-            continue from its last value.
+            ``clock``: replaces the system's clocks for leases and expiries. Expiries persist across restarts, so it
+            must continue from its last value.
             ``preallocate``: allocate all disk space now. ``debug``: poison window rows on free.
             ``ssd_formats``: quantize float entries at rest, as ``{"v": "nvfp4"}`` or one format for all GLOBAL groups;
             reads return the dequantized values in the layout's format. ``"zstd"`` compresses without loss the blocks
@@ -99,8 +100,8 @@ class PrefixCache(Scope, Sharing):
             blocks are removed with their descendants, and counted.
             ``read_threads``: threads of one read, including the caller (default: one per processor, at most 4).
             ``ssd_quota``: cap of this ``namespace``'s bytes on SSD; see ``scope``.
-            ``secret``: hash under a random secret in the store's directory, so that prompts cannot be confirmed by their
-            hashes. Fixed when the store is created.
+            ``secret``: hash under a random secret in the store's directory, so that prompts cannot be confirmed by
+            their hashes. Fixed when the store is created.
             ``policy``: eviction order on SSD: a name of ``kvstore policies``, or an object with the methods of
             ``kvstore.policy.protocol.Policy`` for this store alone. Its state is lost at a restart. If it raises or
             chooses no evictable segment, LRU replaces it until the store is reopened: counted as ``policy_errors``,
@@ -142,8 +143,7 @@ class PrefixCache(Scope, Sharing):
 
 
 READ_THREADS = 4
-"""Default for the most threads of a read: four keep 128 blocks in flight on the disk; more would occupy processors of
-the engine."""
+"""Default for the most threads of a read: four keep 128 blocks in flight; more would take CPUs from the engine."""
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
 """Device types of torch, checked here because torch is imported by the first load."""
 
@@ -177,11 +177,7 @@ class PrefixOptions:
     def of(
         cls, layout: Layout | str | Path | Mapping[str, Any], given: Mapping[str, Any]
     ) -> PrefixOptions:
-        """Return validated options; None in ``given`` selects the default.
-
-        Raises:
-            ConfigError: naming an option that cannot work.
-        """
+        """Return validated options; None in ``given`` selects the default. Raises ``ConfigError`` naming the option."""
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
         checked: dict[str, Any] = {"window_rows": model_layout.window_tokens}
         for name, value in given.items():

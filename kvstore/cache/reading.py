@@ -116,10 +116,7 @@ class SsdReads:
         batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Start reading blocks ``[first, stop)`` into a frame target that starts at block ``first``.
-
-        ``batch`` names the layers of the target; None for all.
-        """
+        """Start reading blocks ``[first, stop)`` into a target from ``first`` on, of the layers of ``batch``."""
         few = stop - first < FEW_BLOCKS and batch is None
         spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
 

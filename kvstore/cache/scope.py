@@ -83,9 +83,10 @@ class Scope:
     def scope(self, namespace: Namespace, *, ssd_quota: int | str | None = None) -> Scope:
         """Return a scope of another namespace (tenant, adapter or weights) over the same tiers.
 
-        ``ssd_quota`` caps the namespace's bytes on SSD over all its generations, frames included, in bytes or text such as
-        ``"4GiB"``. Over its quota a namespace evicts only its own blocks; the excess is evicted now. The quota is recorded
-        and stays in force, also after a restart, until another is given. 0 stores nothing. A reader ignores it.
+        ``ssd_quota`` caps the namespace's bytes on SSD over all its generations, frames included, in bytes or text
+        such as ``"4GiB"``. Over its quota a namespace evicts only its own blocks; the excess is evicted now. The quota
+        is recorded and stays in force, also after a restart, until another is given. 0 stores nothing. A reader
+        ignores it.
 
         Raises:
             ConfigError: if ``ssd_quota`` is not a size, or above 0 and below one block.
@@ -114,17 +115,17 @@ class Scope:
     ) -> Stored:
         """Store the GLOBAL entries of tokens ``[start, len(tokens))``.
 
-        ``tokens`` is the whole request, because each entry depends on all tokens before it. Tokens after the last whole
-        block are ignored. Stored blocks are never overwritten: the first writer wins. Frames are encoded in this call and
-        written in the background; ``flush`` waits for them.
+        ``tokens`` is the whole request, because each entry depends on all tokens before it. Tokens after the last
+        whole block are ignored. Stored blocks are never overwritten: the first writer wins. Frames are encoded in this
+        call and written in the background; ``flush`` waits for them.
 
         Shapes:
-            ``entries[group]``: uint8 ``[len(layers), (len(tokens) - start) // tokens_per_entry, entry_bytes]``, numpy or
-            torch, for exactly the GLOBAL groups.
+            ``entries[group]``: uint8 ``[len(layers), (len(tokens) - start) // tokens_per_entry, entry_bytes]``, numpy
+            or torch, for exactly the GLOBAL groups.
 
         Units:
-            ``wait`` is the most seconds to wait for space in the queue. ``ttl`` is seconds until the blocks expire, None
-            for never. ``pin`` keeps the blocks until ``unpin``.
+            ``wait`` is the most seconds to wait for space in the queue. ``ttl`` is seconds until the blocks expire,
+            None for never. ``pin`` keeps the blocks until ``unpin``.
 
         Raises:
             ValueError: if ``start`` is not a block boundary or entries do not fit the layout.
@@ -155,9 +156,9 @@ class Scope:
     ) -> Match:
         """Return the longest prefix of ``tokens`` whose GLOBAL entries are stored.
 
-        The hit leaves at least one token to compute. Its blocks are leased for 30 s; enter the match to pin them for as
-        long as it is entered. With ``need_window`` a hit counts only if its window is pooled too, for engines that cannot
-        replay.
+        The hit leaves at least one token to compute. Its blocks are leased for 30 s; enter the match to pin them for
+        as long as it is entered. With ``need_window`` a hit counts only if its window is pooled too, for engines that
+        cannot replay.
 
         A second lookup of the same tokens under the same ``request_id`` returns the same match until its lease or pin
         ends. Request ids of different namespaces are independent.
@@ -181,7 +182,8 @@ class Scope:
     def hashes(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> Sequence[BlockHash]:
         """Return the hash of every whole block of ``tokens`` in this store and namespace, for publication by an engine.
 
-        Hashes depend on the layout, the namespace with its generation, and the store's secret. Cost: one SHA-256 per block.
+        Hashes depend on the layout, the namespace with its generation, and the store's secret. Cost: one SHA-256 per
+        block.
         """
         return self._chains.prefix(tokens, images).hashes
 
@@ -236,15 +238,16 @@ class Scope:
         Without ``into``: load into device pages and return their page table. A bad block, or a lack of unpinned pages,
         shortens the result and the match.
 
-        With ``into``: copy the entries of tokens ``[start, hit)`` to the engine's pages in the background, and return the
-        job. Nothing is written before ``after`` (a ``threading.Event`` or a device event) occurs. The job has its own pin,
-        so the match need not stay entered, and reports bad blocks by ``loaded_tokens`` and ``failed_blocks``; the match
-        does not change. Without a timeout layers are loaded in order, each for all tokens, for ``job.wait_group``; with a
-        timeout blocks are loaded in order, each with all layers, so that a partial result is usable.
+        With ``into``: copy the entries of tokens ``[start, hit)`` to the engine's pages in the background, and return
+        the job. Nothing is written before ``after`` (a ``threading.Event`` or a device event) occurs. The job has its
+        own pin, so the match need not stay entered, and reports bad blocks by ``loaded_tokens`` and ``failed_blocks``;
+        the match does not change. Without a timeout layers are loaded in order, each for all tokens, for
+        ``job.wait_group``; with a timeout blocks are loaded in order, each with all layers, so that a partial result
+        is usable.
 
         Raises:
-            ValueError: if the match is of another store or namespace, ``into`` does not fit the layout or lacks pages of
-                the hit, ``start`` is not a multiple of the layout's alignment within the hit, or ``after`` is given
+            ValueError: if the match is of another store or namespace, ``into`` does not fit the layout or lacks pages
+                of the hit, ``start`` is not a multiple of the layout's alignment within the hit, or ``after`` is given
                 without ``into``.
         """
         self._shared.check_open()
@@ -338,8 +341,8 @@ class Scope:
         """Make device pages that the engine has filled in place available to lookups, without a copy.
 
         ``pages`` were returned by ``device.allocate`` and contain tokens ``[start, ...)``. The whole blocks of
-        ``[start, upto)`` are shared; all their tokens must be accepted. Waits for ``after`` first. The pages stay pinned
-        until ``pages.release()``. Nothing is written to SSD; ``save`` does so.
+        ``[start, upto)`` are shared; all their tokens must be accepted. Waits for ``after`` first. The pages stay
+        pinned until ``pages.release()``. Nothing is written to SSD; ``save`` does so.
 
         Returns the token up to which the device tier now contains this prefix. It is 0 if the tier lacks blocks before
         ``start``; then the pages remain private.
@@ -381,12 +384,12 @@ class Scope:
         ``window_rows`` are cut off.
 
         Shapes:
-            ``snapshot.rows[group]``: uint8 ``[len(layers), (stop - start) // tokens_per_entry, entry_bytes]``, for exactly
-            the WINDOW groups.
+            ``snapshot.rows[group]``: uint8 ``[len(layers), (stop - start) // tokens_per_entry, entry_bytes]``, for
+            exactly the WINDOW groups.
 
         Raises:
-            ValueError: if the snapshot does not fit the layout, does not end at a block boundary, or has too few rows for
-                a hit.
+            ValueError: if the snapshot does not fit the layout, does not end at a block boundary, or has too few rows
+                for a hit.
 
         Cost: one copy of the rows, under the store's lock.
         """
@@ -398,9 +401,9 @@ class Scope:
         return self._shared.windows.put(prefix, snapshot)
 
     def pooled_windows(self) -> frozenset[bytes]:
-        """Return the hashes of all prefixes, of any namespace, whose window is pooled, for a scheduler in another process.
+        """Return the hashes of all prefixes, of any namespace, whose window is pooled.
 
-        A window may be evicted after the call.
+        For a scheduler in another process. A window may be evicted after the call.
         """
         self._shared.check_open()
         return self._shared.windows.keys()
@@ -466,7 +469,7 @@ class Scope:
         return self._shared.stats()
 
     def clear(self, scope: Scope | None = None) -> int:
-        """Remove every block and window of ``scope``'s namespace, by default this one; return the blocks removed from SSD.
+        """Remove every block and window of ``scope``'s namespace (default: this one); return the blocks on SSD.
 
         Pinned device pages remain until they are released.
 
@@ -487,8 +490,8 @@ class Scope:
     def bump_generation(self) -> int:
         """Make every block of this namespace a miss from now on, for new weights under an old name.
 
-        Returns the new generation. It is recorded in the store, so a restart with the old ``generation`` does not return
-        to the old blocks. They are not deleted; unused, they are evicted first.
+        Returns the new generation. It is recorded in the store, so a restart with the old ``generation`` does not
+        return to the old blocks. They are not deleted; unused, they are evicted first.
 
         Raises:
             ConfigError: if the new generation exceeds 2**63 - 1.

@@ -14,10 +14,7 @@ from kvstore.tier.window import WindowPool, check_snapshot, copy_of
 
 
 class Windows:
-    """Stores windows, and returns those of matches from the pool or from a replay hook.
-
-    Threads: any. Hooks run in the caller's thread without a lock.
-    """
+    """Stores windows; returns those of matches from the pool or from a replay hook, which runs without a lock."""
 
     def __init__(self, context: Context, pool: WindowPool, block_tokens: int) -> None:
         self._context = context

@@ -1,9 +1,9 @@
 """Formats at rest: quantized or compressed payloads of an engine's bfloat16, float16 or float32 entries.
 
 Blocks are converted when stored and converted back when read. *Quantized* groups are FP4 or FP8: the error of each
-block is measured, and a block whose error exceeds the budget, or with a NaN or an infinity, is stored *lossless*, in the
-engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not get a page smaller is stored
-uncompressed.
+block is measured, and a block whose error exceeds the budget, or with a NaN or an infinity, is stored *lossless*, in
+the engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not get a page smaller is
+stored uncompressed.
 """
 
 from __future__ import annotations
@@ -192,10 +192,7 @@ class AtRestFormat:
     def encode(
         self, header: Header, tokens: NDArray[np.uint32], source: AtRestSource, block: int
     ) -> bytearray:
-        """Return the frame of one block: quantized if the error is within the budget.
-
-        Cost: quantizes, measures, compresses, and copies the payload.
-        """
+        """Return the frame of one block: quantized, if the measured error is within the budget, then compressed."""
         if not self._codecs:
             return self._write_lossless.encode(header, tokens, source.lossless, block)
         errors = [0.0]

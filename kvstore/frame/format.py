@@ -170,10 +170,7 @@ class FrameFormat(FrameGeometry):
         set_head_sum(frame, self.sum_head(frame))
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
-        """Return ``frame`` with the payload of ``other`` and valid checksums, which no checksum detects.
-
-        The negative control of tests and demonstrations.
-        """
+        """Return ``frame`` with another's payload and valid checksums: a negative control for tests and demos."""
         header = self.header(memoryview(frame))
         assert header is not None
         forged = bytearray(frame[: self.payload_offset] + other[self.payload_offset :])
@@ -246,8 +243,8 @@ class FrameFormat(FrameGeometry):
     ) -> str | None:
         """Return the fault of a head that should be the requested block's, or None; reads no payload.
 
-        ``parent_hash`` is None for a block whose hash does not depend on its parent. Compares the head checksum, then both
-        hashes and the token ids, so that a hash collision is a miss.
+        ``parent_hash`` is None for a block whose hash does not depend on its parent. Compares the head checksum, then
+        both hashes and the token ids, so that a hash collision is a miss.
         """
         header = self.header(frame)
         if header is None:
@@ -335,12 +332,13 @@ class FrameFormat(FrameGeometry):
     ) -> Places:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
-        Quantized entries are dequantized to numbers, as by their groups' codecs. A frame must not change while it is read.
+        Quantized entries are dequantized to numbers, as by their groups' codecs. A frame must not change while it is
+        read.
 
         Shapes:
-            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a block, group.values]``, a
-            NumPy array or a CPU tensor, contiguous along the last axis. It is float32, float16 or bfloat16 for quantized
-            formats, otherwise of the format's dtype. ``entries`` as :meth:`entries_target`.
+            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a block,
+            group.values]``, a NumPy array or a CPU tensor, contiguous along the last axis. It is float32, float16 or
+            bfloat16 for quantized formats, otherwise of the format's dtype. ``entries`` as :meth:`entries_target`.
 
         Raises:
             ValueError: naming what was found and what was expected.

@@ -42,7 +42,7 @@ class Places:
     def segments(self, block: int) -> NDArray[np.int64]:
         """Return the table of one block. Raises ``ValueError`` if there is no such block."""
         if not 0 <= block < self.blocks:
-            raise ValueError(f"expected a block number below {self.blocks}, found {block}")
+            raise ValueError(f"expected a block in [0, {self.blocks}), found number {block}")
         table = self.table.copy()
         table[:, _ADDRESS] += self.steps[block] if self.is_shifted else block * self.steps
         return table

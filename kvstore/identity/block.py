@@ -26,8 +26,8 @@ def block_key(block_hash: BlockHash) -> BlockKey:
 class ImageSpan:
     """Tokens ``[start, stop)`` of a prompt that represent one image.
 
-    All positions of an image have the same placeholder id, so the prefix is identified by ``digest`` and the offset inside
-    the image too.
+    All positions of an image have the same placeholder id, so the prefix is identified by ``digest`` and the offset
+    inside the image too.
     """
 
     start: int

@@ -163,11 +163,11 @@ def block_hashes(
 ) -> HashRun:
     """Return the chained digest of every whole block of ``tokens``, in order.
 
-    Digest i covers the root, every token and every image up to the end of block i. Tokens after the last whole block are
-    ignored.
+    Digest i covers the root, every token and every image up to the end of block i. Tokens after the last whole block
+    are ignored.
 
-    Cost: one SHA-256 over 4 bytes a token plus 45 bytes a block, in one pass of the C extension; a block with an image is
-        hashed by hashlib.
+    Cost: one SHA-256 over 4 bytes a token plus 45 bytes a block, in one pass of the C extension; a block with an image
+        is hashed by hashlib.
     """
     if sys.byteorder == "big":
         tokens = tokens.byteswap()

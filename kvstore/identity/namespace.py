@@ -19,8 +19,8 @@ SAMPLES = 64
 class Namespace:
     """Identity of blocks in addition to their tokens.
 
-    Two requests share blocks only if every field is equal. ``model`` is only a label: the same label with other ``weights``
-    is another namespace.
+    Two requests share blocks only if every field is equal. ``model`` is only a label: the same label with other
+    ``weights`` is another namespace.
     """
 
     model: str
@@ -48,9 +48,9 @@ class Namespace:
 def weights_digest(folder: str | Path) -> str:
     """Return a digest of the weights in ``folder`` (or of one weight file).
 
-    Covers the config of a model or an adapter, and the name, the size, the first bytes (the header of safetensors and GGUF
-    files) and evenly sampled ranges of every shard, but not the folder's name or the served model name. It detects
-    retrained or requantised weights, but not a change of a few weights between two samples.
+    Covers the config of a model or an adapter, and the name, the size, the first bytes (the header of safetensors and
+    GGUF files) and evenly sampled ranges of every shard, but not the folder's name or the served model name. It
+    detects retrained or requantised weights, but not a change of a few weights between two samples.
 
     Raises:
         ConfigError: if there are no weights at ``folder``.

@@ -68,10 +68,7 @@ def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> F
 
 
 def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
-    """Return the loads of a hit: from the nearest tier, then later blocks from the next one.
-
-    ``resident`` maps tiers, nearest first, to their leading blocks.
-    """
+    """Return the loads of a hit by tier; ``resident`` maps tiers, nearest first, to their numbers of leading blocks."""
     steps: list[Load] = []
     at = 0
     for tier, blocks in resident.items():
@@ -129,8 +126,8 @@ def worth_loading(
 ) -> bool:
     """Return whether loading a hit is faster than computing its tokens.
 
-    A hit of at most W tokens without its window is not worth loading: replay runs all its tokens. Otherwise the load must
-    be faster than the prefill of the tokens saved, or unmeasured (0 seconds a token).
+    A hit of at most W tokens without its window is not worth loading: replay runs all its tokens. Otherwise the load
+    must be faster than the prefill of the tokens saved, or unmeasured (0 seconds a token).
     """
     if not hit_tokens:
         return False

@@ -22,10 +22,7 @@ GONE = 0.0  # expiry of a segment that no lookup may find, although a pin may st
 
 
 class Segment:
-    """A run of blocks, evicted from its tail.
-
-    Compared by identity: callers hold segments as pins, so a split keeps the object of the lower half.
-    """
+    """A run of blocks, evicted from its tail. Compared by identity: a split keeps the object of the lower half for pins."""
 
     __slots__ = (
         "children",
@@ -260,8 +257,8 @@ class PrefixIndex:
     ) -> list[BlockKey]:
         """Remove at least ``blocks`` blocks if pins allow, expired ones first; return their keys, deepest first.
 
-        Evicts leaves, from their tails, so the rest is closed under prefixes. ``among`` limits the eviction to one or more
-        namespaces. Namespaces of one call must stay together in later calls, which may name more.
+        Evicts leaves, from their tails, so the rest is closed under prefixes. ``among`` limits the eviction to one or
+        more namespaces. Namespaces of one call must stay together in later calls, which may name more.
 
         Cost: O(log n) a segment; an iteration over all segments for a new set of namespaces.
         """

@@ -94,9 +94,9 @@ class Cost(Gdsf[S], Generic[S]):
     """GDSF in which the worth of a block grows with its depth, like the time to compute it."""
 
     DOUBLING_BLOCKS = 256
-    """Depth at which computing a block costs twice as much as the first: about 30,000 tokens, or 256 blocks of 128. There a
-    dense 8B model (32 layers of 4,096) spends as many FLOPs on attention, 4 * 32 * 4,096 per token and token of depth, as
-    on everything else, 2 * 8e9 per token."""
+    """Depth at which computing a block costs twice as much as the first: about 30,000 tokens, or 256 blocks of 128.
+    There a dense 8B model (32 layers of 4,096) spends as many FLOPs on attention, 4 * 32 * 4,096 per token and token
+    of depth, as on everything else, 2 * 8e9 per token."""
     _deeper = 1 / DOUBLING_BLOCKS
 
     @override

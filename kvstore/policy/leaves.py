@@ -1,7 +1,4 @@
-"""Evictable segments ordered by rank: a heap whose stale entries are removed or moved when they reach the top.
-
-A use costs O(1), an eviction O(log n).
-"""
+"""Evictable segments by rank: a heap with stale entries, removed at the top. A use costs O(1), an eviction O(log n)."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ FEW = 64  # fewest entries at which the heap is cleaned
 class Leaves(Generic[S]):
     """Segments by rank, lowest first; among equals, the first pushed.
 
-    ``rank`` returns None for a segment that was moved to other leaves. A rank may increase at any time. Push a segment again
-    if its rank decreases, it becomes evictable, or it is moved here.
+    ``rank`` returns None for a segment that was moved to other leaves. A rank may increase at any time. Push a segment
+    again if its rank decreases, it becomes evictable, or it is moved here.
     """
 
     __slots__ = ("_allowed", "_heap", "_next", "_rank")

@@ -283,10 +283,7 @@ class Arc(_TwoQueues[S], Generic[S]):
 
 
 class Slru(_Queues[S], Generic[S]):
-    """Evict from the lowest of four LRU queues.
-
-    A hit promotes a segment by one queue; a queue above a quarter of the blocks demotes its oldest segment.
-    """
+    """Evict from the lowest of four LRU queues. A hit promotes by one; a queue above its quarter demotes its oldest."""
 
     QUEUES = 4  # Huang et al.'s S4LRU
 

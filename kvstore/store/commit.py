@@ -110,10 +110,7 @@ def as_put(frames: Frames, block: Queued, tick: int) -> Put:
 
 @dataclass(eq=False)
 class Committer:
-    """Writes batches of queued blocks. A block enters the index after its transaction has succeeded.
-
-    Threads: the writer thread; ``sync`` from any.
-    """
+    """Writes batches of queued blocks in the writer thread, then adds them to the index. ``sync`` may run in any."""
 
     context: Context
     ssd: SsdTier
@@ -127,8 +124,8 @@ class Committer:
     failures: WriteFailures
     changing: threading.RLock  # the writer's lock of changes
     _is_crowded: bool = False
-    """Whether the last commit found no room despite evictions: a stalled reader keeps the pages, or other files fill the
-    disk. More evictions would only empty the store."""
+    """Whether the last commit found no room despite evictions: a stalled reader keeps the pages, or other files fill
+    the disk. More evictions would only empty the store."""
 
     def commit(self, batch: Sequence[Queued]) -> None:
         """Write a batch, then apply the renewals that waited for its blocks."""

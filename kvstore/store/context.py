@@ -23,10 +23,7 @@ DROP_REASONS = {
 
 
 class Context:
-    """The shared state of one open store.
-
-    The lock protects memory only: no thread waits for a disk, a device or a hook while holding it.
-    """
+    """The shared state of one open store. No thread waits for a disk, a device or a hook while holding the lock."""
 
     def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()

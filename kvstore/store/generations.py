@@ -11,8 +11,7 @@ from kvstore.errors import StoreError
 from kvstore.tier.ssd.tier import SsdTier
 
 LAST_GENERATION = 2**63 - 1
-"""Largest recorded generation. Callers may number by time, up to 2**64 - 1; half of that is 292 years of
-nanoseconds."""
+"""Largest recorded generation. Callers may use times, up to 2**64 - 1; half is 292 years of nanoseconds."""
 SHARE = 64  # largest part of a store's cap that all records may use (1/64). They are never evicted.
 RECORD_BYTES = 192  # bytes per record: 100, in leaves that random keys leave half empty at worst
 

@@ -36,10 +36,7 @@ def frame_fault(
 def stored_fault(
     frames: Frames, frame: memoryview, key: BlockKey, record: Record, *, keys_root: BlockHash | None
 ) -> str | None:
-    """Return the fault of a stored frame, or None. Its parent is not looked up.
-
-    Cost: one pass over the payload, and one SHA-256 of the token ids.
-    """
+    """Return the fault of a stored frame, or None; its parent is not read. Cost: one pass over the frame."""
     header = frames.form_of(frame).header(frame)
     if header is None or head_sum(frame) != record.head_sum:
         return "header"  # another block's, or truncated: the payload is not read

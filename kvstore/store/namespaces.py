@@ -43,10 +43,7 @@ class Namespaces:
     """
 
     def __init__(self, context: Context, ssd: SsdTier, on_removed: Callable[[int], None]) -> None:
-        """Read the stored names; ``ssd.usage`` determines which namespaces have blocks.
-
-        ``on_removed`` is called with the number of each removed namespace.
-        """
+        """Read the stored names; ``ssd.usage`` tells which have blocks. ``on_removed`` receives each removed number."""
         self._context = context
         self._ssd = ssd
         self._on_removed = on_removed
@@ -161,10 +158,7 @@ class Namespaces:
                 self._idle |= self._lineage_of[number].numbers
 
     def erase(self) -> None:
-        """Erase the stored names of removed namespaces.
-
-        Raises one of ``MEDIUM_ERRORS``; the next call or opening erases the rest.
-        """
+        """Erase the stored names of removed namespaces. Raises ``MEDIUM_ERRORS``; a later call erases the rest."""
         left, count = sorted(self._left, key=str), ERASED_TOGETHER
         while left:
             some = left[:count]
@@ -181,10 +175,7 @@ class Namespaces:
                 self._named.difference_update(some)
 
     def set_quota(self, number: int, quota: int) -> None:
-        """Record the quota in bytes of the lineage of an acquired number.
-
-        Raises one of ``MEDIUM_ERRORS``; then the old quota stays in force.
-        """
+        """Record the quota in bytes of an acquired number's lineage, or raise one of ``MEDIUM_ERRORS``."""
         with self._context.lock:
             lineage = self._lineage_of[number]
             numbers = set(lineage.numbers)

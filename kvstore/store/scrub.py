@@ -61,10 +61,7 @@ class TokenBucket:
 
 
 class Scrubber:
-    """The scrub of one store: an endless iteration over its keys, in order.
-
-    Threads: ``step`` in one at a time; ``start`` creates that thread.
-    """
+    """The scrub of one store: an endless iteration over its keys, in order. ``start`` creates its thread."""
 
     def __init__(
         self,
@@ -138,10 +135,7 @@ class Scrubber:
             logger.exception("the scrub of %s ended", self._ssd.path)
 
     def step(self) -> float:
-        """Verify the next block; return the seconds to wait before the next step.
-
-        Raises one of ``MEDIUM_ERRORS``, if the records cannot be read.
-        """
+        """Verify the next block; return the seconds until the next step. Raises one of ``MEDIUM_ERRORS``."""
         if not self._due:
             self._due.extend(self._ssd.records_after(self._last_key, _BATCH))
         if not self._due:

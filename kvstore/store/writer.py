@@ -58,8 +58,8 @@ class StoreWriter:
     ) -> None:
         """Take over an open tier and an empty index, and fill the index from the tier's records.
 
-        ``release_leases`` releases expired leases before an eviction. ``request_share`` is the share of the tier that the
-        blocks of one request may use.
+        ``release_leases`` releases expired leases before an eviction. ``request_share`` is the share of the tier that
+        the blocks of one request may use.
         """
         self.ssd = ssd
         self.index = index
@@ -109,10 +109,7 @@ class StoreWriter:
             self.removal.delete(orphans)
 
     def discard(self, path: bytes, *, force: bool = True) -> int:
-        """Remove the last block of a path and its descendants; return the number removed.
-
-        Without ``force`` nothing is removed if a pin protects any of them.
-        """
+        """Remove the last block of a path and its descendants, return the number; none if pinned without ``force``."""
         with self.changing:
             with self._context.lock:
                 number = len(path) // KEY_BYTES - 1

@@ -23,8 +23,8 @@ class DeviceTier:
     Shapes:
         ``tensors[group]`` is uint8 ``[pages, layers, entries of a block, entry_bytes]``.
 
-    A page is free or allocated. Threads: the caller serialises allocation and freeing; copies and gathers may run at any
-    time.
+    A page is free or allocated. Threads: the caller serialises allocation and freeing; copies and gathers may run at
+    any time.
     """
 
     name = "device"
@@ -144,8 +144,8 @@ class DeviceTier:
         """Return decoded entries of one layer; reads only the requested rows.
 
         Shapes:
-            ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for none (zeros), or None for
-            every entry of the table as one query. The result is ``[queries, k, group.values]`` of ``dtype``.
+            ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for none (zeros), or None
+            for every entry of the table as one query. The result is ``[queries, k, group.values]`` of ``dtype``.
 
         Raises ``ValueError`` for a layer that the group does not own or an entry beyond the table.
         """

@@ -100,8 +100,8 @@ class PagedEntries:
     def gather(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
         """Copy the entries of tokens ``[start, stop)`` to the host.
 
-        Returns uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]`` by group. Cost: one copy; two if a page
-        contains tokens outside the range.
+        Returns uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]`` by group. Cost: one copy; two if a
+        page contains tokens outside the range.
         """
         found: dict[str, NDArray[np.uint8]] = {}
         for group in self.layout.global_groups:

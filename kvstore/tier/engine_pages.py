@@ -17,8 +17,8 @@ class Pages:
 
     Shapes:
         ``tensors[group]`` is either one torch tensor ``[pages, layers, entries, *entry]``, or a sequence of one tensor
-        ``[pages, entries, *entry]`` for each of ``group.layers``. ``*entry`` is ``(entry_bytes,)`` of uint8, or any shape
-        of ``group.values`` floating-point numbers, which are encoded and decoded in the group's format.
+        ``[pages, entries, *entry]`` for each of ``group.layers``. ``*entry`` is ``(entry_bytes,)`` of uint8, or any
+        shape of ``group.values`` floating-point numbers, which are encoded and decoded in the group's format.
 
     Units:
         ``page_ids`` lists the pages of tokens ``[0, ...)`` in order: integers, or a mapping from each group to such a

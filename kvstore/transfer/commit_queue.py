@@ -16,9 +16,9 @@ from kvstore.transfer.interrupts import BARRIER_SECONDS, taken_lock, wait_releas
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.010
-"""Time that a commit waits for one more block: a group commit at 64 blocks, 16 MB, or 10 ms without a new block. Counted
-from the first block, 10 ms would split a batch that takes longer to frame, and its two commits would wait for the disk
-twice. docs/decisions/0009."""
+"""Time that a commit waits for one more block: a group commit at 64 blocks, 16 MB, or 10 ms without a new block.
+Counted from the first block, 10 ms would split a batch that takes longer to frame, and its two commits would wait for
+the disk twice. docs/decisions/0009."""
 LINGERS = 10
 """Most multiples of ``LINGER_SECONDS`` that a commit waits in all when blocks are queued slowly."""
 
@@ -40,7 +40,8 @@ class CommitQueue(Generic[T]):
     """A bounded queue of blocks and the thread that commits them, the only writer of the tier.
 
     The thread calls ``commit`` with blocks in queue order, parents before children. ``commit`` may drop blocks, and
-    handles errors of the medium itself. Any other exception is logged and recorded in ``failure``, and the thread continues.
+    handles errors of the medium itself. Any other exception is logged and recorded in ``failure``, and the thread
+    continues.
     """
 
     def __init__(
@@ -85,10 +86,7 @@ class CommitQueue(Generic[T]):
         return self._is_closing
 
     def submit(self, block: QueuedBlock[T]) -> bool:
-        """Queue a block; return False if the queue is closing.
-
-        Callers wait for space first. Each may exceed the bound of the queue by one block.
-        """
+        """Queue a block; return False when closing. Each caller waits for space first; it may exceed it by one."""
         with self._lock:
             if self._is_closing:
                 return False
@@ -98,10 +96,7 @@ class CommitQueue(Generic[T]):
             return True
 
     def drain(self) -> None:
-        """Wait until every block queued before is committed or dropped.
-
-        Raises ``StoreError`` after ``BARRIER_SECONDS``.
-        """
+        """Wait until blocks queued before are committed or dropped. Raises ``StoreError`` after ``BARRIER_SECONDS``."""
         mark = taken_lock()
         with self._lock:
             if self._has_ended:

@@ -51,8 +51,8 @@ class _Call(Generic[T]):
     def begin(self) -> None:
         """Start a thread that makes the call.
 
-        ``Thread.start`` is called in that thread, which no signal interrupts: a caller interrupted inside it could block the
-        new thread for ever. It names the thread, also for logs.
+        ``Thread.start`` is called in that thread, which no signal interrupts: a caller interrupted inside it could
+        block the new thread for ever. It names the thread, also for logs.
         """
         try:
             _thread.start_new_thread(self._start, ())
@@ -89,9 +89,9 @@ class _Call(Generic[T]):
 def uninterrupted(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Return the result of ``work``, which Ctrl-C cannot leave half done.
 
-    Signals raise only in the main thread, so another thread does the main thread's work. The first Ctrl-C is raised after
-    ``work`` and the ``undo`` of its result have ended. A second one is raised at once; the work continues to its end in
-    the background.
+    Signals raise only in the main thread, so another thread does the main thread's work. The first Ctrl-C is raised
+    after ``work`` and the ``undo`` of its result have ended. A second one is raised at once; the work continues to its
+    end in the background.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return work()

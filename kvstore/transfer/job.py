@@ -73,8 +73,8 @@ class Job:
     def cancel(self) -> None:
         """Cancel the job; return after the last copy that accesses the caller's memory.
 
-        It waits for a copy in progress, but not for the job's turn or for space in a queue: the job may be ``done`` later,
-        without accessing the caller's memory until then.
+        It waits for a copy in progress, but not for the job's turn or for space in a queue: the job may be ``done``
+        later, without accessing the caller's memory until then.
 
         Raises:
             StoreError: after ``BARRIER_SECONDS``; the memory is still in use then.

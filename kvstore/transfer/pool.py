@@ -14,8 +14,9 @@ from kvstore.transfer.interrupts import uninterrupted
 class ParallelTask:
     """A task over positions ``[0, count)``. Threads claim consecutive chunks in order.
 
-    ``work(first, stop)`` processes one chunk and returns the position where it ended. A chunk that ends early or raises is
-    the last that counts. Chunks start in order, so the end of the leading finished positions is always known.
+    ``work(first, stop)`` processes one chunk and returns the position where it ended. A chunk that ends early or
+    raises is the last that counts. Chunks start in order, so the end of the leading finished positions is always
+    known.
 
     Threads: any number may help at the same time.
     """
@@ -97,8 +98,8 @@ class ParallelTask:
 class ThreadPool:
     """Threads that help with parallel tasks, started on first use.
 
-    A caller also works on its own task, so it never waits for a busy thread. A caller that leaves at a deadline does not,
-    because a read of the disk may hang.
+    A caller also works on its own task, so it never waits for a busy thread. A caller that leaves at a deadline does
+    not, because a read of the disk may hang.
     """
 
     def __init__(self, name: str, threads: int) -> None:

@@ -83,10 +83,7 @@ NO_TREES = Trees("", np.empty(0, _VALUE))  # the result for a file that does not
 
 
 def check(file: Path) -> Trees:
-    """Verify the trees of ``file``, to which no process writes.
-
-    Raises ``OSError`` if the file cannot be read.
-    """
+    """Verify the trees of ``file``, to which no process writes. Raises ``OSError`` if it cannot be read."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return Trees("", _check_file(fd))

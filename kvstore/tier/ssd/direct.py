@@ -11,10 +11,7 @@ PAGE_BYTES = 4096
 
 
 class DirectFile:
-    """A file opened for direct reads.
-
-    They neither use nor fill the page cache, so that reading a whole store evicts no hot page. Threads: one.
-    """
+    """A file opened for direct reads, which bypass the page cache, so that no hot page is evicted. Threads: one."""
 
     def __init__(self, path: Path, largest: int) -> None:
         """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them in a page.

@@ -11,8 +11,7 @@ DAMAGE = (
     *(lmdb.PanicError, lmdb.IncompatibleError, lmdb.NotFoundError, lmdb.BadValsizeError),
     *(lmdb.BadTxnError, lmdb.BadDbiError, lmdb.PageFullError, lmdb.CursorFullError),
 )
-"""Errors of a damaged file. Other LMDB errors (memory, space, descriptors) concern the machine, and the store
-is kept."""
+"""Errors of a damaged file. Other LMDB errors (memory, space, descriptors) concern the machine: the store is kept."""
 _TRANSIENT = (lmdb.ReadersFullError, lmdb.TlsFullError, lmdb.MapResizedError, lmdb.BadRslotError)
 _TRANSIENT_CODES = frozenset(
     {

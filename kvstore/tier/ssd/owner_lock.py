@@ -71,8 +71,7 @@ def try_alone(path: Path, map_lock: int) -> None:
     """Prevent other processes from opening the database until ``let_in``.
 
     Each process with an open database holds a shared lock on the first byte of the lock file, taken before it
-    reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9. Raises ``StoreBusy`` if another process has the database
-    open.
+    reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9. Raises ``StoreBusy`` if another process has the database open.
     """
     try:
         fcntl.lockf(map_lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)

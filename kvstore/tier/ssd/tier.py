@@ -62,8 +62,7 @@ since its reader began from reuse."""
 _HINT_BATCH = 1024
 """Records rewritten per transaction in a compacted copy: in key order, about 30 leaves."""
 _HINT_BYTES = 256
-"""Bytes that a record may add to a compacted copy: its share of a leaf (85 to 128 bytes), written twice.
-docs/decisions/0018."""
+"""Bytes that a record may add to a compacted copy: its leaf share (85 to 128), twice. docs/decisions/0018."""
 _LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
 """File offsets are signed 64-bit integers; a larger page number is damage."""
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
@@ -72,10 +71,7 @@ _SEQUENCE = struct.Struct(">Q")
 
 
 class SsdTier:
-    """The SSD tier of one directory: frames by key.
-
-    Threads: any number of readers, one writer at a time. A forked child must reopen.
-    """
+    """The SSD tier of one directory: frames by key. Threads: many readers, one writer. A forked child must reopen."""
 
     name = "ssd"
 
@@ -220,10 +216,7 @@ class SsdTier:
         return len(keys)
 
     def visit(self, keys: Sequence[BlockKey], take: Callable[[BlockKey, memoryview], None]) -> None:
-        """Call ``take`` with each stored frame of ``keys``, unchecked; it must not keep the view.
-
-        Only the pages of a frame that ``take`` accesses are read.
-        """
+        """Call ``take`` with a transient view of each stored frame of ``keys``, unchecked and read on access."""
         for first in range(0, len(keys), READ_BATCH):
             with self._using(), self._begin(buffers=True) as txn:
                 for key in keys[first : first + READ_BATCH]:

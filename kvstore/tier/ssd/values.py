@@ -15,8 +15,7 @@ from kvstore.tier.ssd.records import Record
 BUSY = "busy"  # the fault of a read with a transient error; it does not concern the block
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
-"""``take_many(i, file, offsets)`` reads frames of one size, of the blocks from i on, and returns the number read
-before the first bad one."""
+"""``take_many(i, file, offsets)`` reads frames of one size, of blocks from i on; returns the number of good ones."""
 
 
 @dataclass(frozen=True, slots=True)
