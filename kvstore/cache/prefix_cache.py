@@ -143,7 +143,7 @@ class PrefixCache(Scope, Sharing):
 
 
 READ_THREADS = 4
-"""Default for the most threads of a read: four keep 128 blocks in flight; more would take CPUs from the engine."""
+"""Default for the most threads of a read: four keep 128 blocks in flight; more would occupy CPUs of the engine."""
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
 """Device types of torch, checked here because torch is imported by the first load."""
 

@@ -379,7 +379,7 @@ class Scope:
     ) -> bool:
         """Copy the window that ends the prefix ``tokens[:snapshot.stop]`` to the window pool.
 
-        Returns False if it was not kept: the pool has no space beside pinned windows, or ``snapshot.source`` is
+        Returns False if it was not kept: the pool has no space next to pinned windows, or ``snapshot.source`` is
         ``"replay"`` (an engine replayed during its prefill) and the pool already has that window. Rows older than
         ``window_rows`` are cut off.
 

@@ -38,12 +38,12 @@ class Namespaces:
         The number of every record has a stored name, with its lineage's quota.
         A new number is not used by any entry, record or stored name.
 
-    Threads: any. The caller holds the context's lock where a method says so; a method that writes is called by one
+    Threads: any. The caller holds the context's lock where stated; a method that writes is called by one
     thread at a time, without the lock.
     """
 
     def __init__(self, context: Context, ssd: SsdTier, on_removed: Callable[[int], None]) -> None:
-        """Read the stored names; ``ssd.usage`` tells which have blocks. ``on_removed`` receives each removed number."""
+        """Read the stored names; ``ssd.usage`` determines which have blocks. ``on_removed`` gets removed numbers."""
         self._context = context
         self._ssd = ssd
         self._on_removed = on_removed

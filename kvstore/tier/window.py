@@ -64,7 +64,7 @@ class WindowPool:
         self._pinned: dict[int, _Pooled] = {}  # by identity of the returned snapshot
         self.evicted = 0
         self.expired = 0
-        self.refused = 0  # windows that did not fit beside pinned ones, or at all
+        self.refused = 0  # windows that did not fit next to pinned ones, or at all
         self.evicted_unused = 0  # windows evicted or expired before any hit used them
 
     @property
@@ -96,7 +96,7 @@ class WindowPool:
         """Copy ``snapshot`` to the pool as the window that ends the prefix ``key`` of ``owner``.
 
         Returns False, without a change, for a replayed snapshot of a key already in the pool, and for a snapshot that
-        does not fit beside pinned ones.
+        does not fit next to pinned ones.
         """
         self.expire()
         present = self._held.get(key)

@@ -96,7 +96,7 @@ def check(file: Path) -> Trees:
 def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None) -> str:
     """Return the damage found in the headers of ``values`` in ``file``, empty for none.
 
-    Raises ``OSError`` if the file cannot be read; ``TimeoutError`` if it takes longer than ``seconds``. Cost: reads
+    Raises ``OSError`` if the file cannot be read; ``TimeoutError`` after ``seconds``. Cost: reads
     16 bytes of each value, in the order of the file.
     """
     deadline = None if seconds is None else time.monotonic() + seconds

@@ -155,7 +155,7 @@ def _too_large(path: Path, options: SsdOptions, found: str) -> str:
 def _preallocate(path: Path, options: SsdOptions, used: int) -> None:
     """Allocate the disk space of the cap, all or nothing, so that a full disk is detected at start-up.
 
-    ``used`` bytes of the file hold pages. Skipped if the file system cannot allocate ahead.
+    ``used`` bytes of the file are pages. Skipped if the file system cannot allocate ahead.
 
     Raises:
         StoreError: if a quota or a limit that free space does not show prevents it.

@@ -35,7 +35,7 @@ class DirectFile:
         return view[skip : skip + size].toreadonly() if count >= skip + size else None
 
     def forget(self, page: int, size: int) -> None:
-        """Drop a frame from the page cache, so that the next read comes from the disk."""
+        """Drop a frame from the page cache, so that the next read accesses the disk."""
         os.posix_fadvise(self._fd, page * PAGE_BYTES, size + PAGE_BYTES, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

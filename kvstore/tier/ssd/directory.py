@@ -112,7 +112,7 @@ def require_store_or_empty(path: Path) -> None:
         known = {files.LOCK_FILE, files.SECRET_FILE, *files.PARTIAL_FILES}
         names = (item.name for item in path.iterdir())
         strangers = sorted(n for n in names if n not in known and not is_set_aside(path, n))
-        # Checked again: another process may have become the owner and made the store meanwhile.
+        # Checked again: another process may have become the owner and created the store meanwhile.
         if strangers and not (path / VERSION_FILE).exists():
             msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}; choose a new or empty directory"
             raise StoreError(msg)

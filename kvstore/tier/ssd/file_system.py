@@ -1,4 +1,4 @@
-"""Detection of file systems that cannot hold a store."""
+"""Detection of file systems that are unsuitable for a store."""
 
 from __future__ import annotations
 

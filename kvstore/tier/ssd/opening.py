@@ -59,7 +59,7 @@ def open_ssd(
 def _same_number(path: Path) -> StoreBusy:
     """Return the error for a process number that two reading processes share.
 
-    It is the only LMDB lock that an opening can find taken: each reader locks the byte of its process number in the
+    It is the only LMDB lock that can be held at an opening: each reader locks the byte of its process number in the
     lock file. Source: ``mdb_reader_pid`` of LMDB 0.9.
     """
     return StoreBusy(

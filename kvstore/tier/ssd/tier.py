@@ -241,7 +241,7 @@ class SsdTier:
 
         ``take_many`` maps a frame size to a function that reads consecutive frames of that size. At a bad frame
         ``take`` determines the fault, or reading continues.
-        ``bounds`` is the range of a frame that is needed beside its head; None for all.
+        ``bounds`` is the range of a frame that is needed besides its head; None for all.
         ``is_hinted`` states that ``will_need`` was called for all keys.
         """
         done = size = 0
@@ -649,7 +649,7 @@ class SsdTier:
                 os.posix_fadvise(self._file, end * PAGE_BYTES, size, _WILL_NEED)
 
     def _exchange(self, folder: Path, state: int) -> None:
-        """Replace the data file by the copy in ``folder``, made of transaction ``state``."""
+        """Replace the data file by the copy in ``folder``, copied at transaction ``state``."""
         assert self._map_lock is not None
         with self._writing, self._alone(COPY_SECONDS) as is_alone:
             if not is_alone or self._env.info()["last_txnid"] != state:
