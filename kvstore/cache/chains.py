@@ -157,7 +157,6 @@ class Chains:
             raise ValueError(msg)
         if match.prefix.root not in self._roots:
             raise ValueError(
-                f"the match is of another namespace than {self.namespace}; look up in the scope that "
-                "reads it"
+                f"the match is of another namespace than {self.namespace}; look up in the scope that reads it"
             )
         return match

@@ -54,8 +54,7 @@ class FrameGeometry:
         block_tokens = integer(block_tokens, "block_tokens", 1, 2**32 - 1, ConfigError)
         if block_tokens % layout.alignment:
             raise ConfigError(
-                f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, "
-                f"found {block_tokens}"
+                f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, found {block_tokens}"
             )
         self.layout = layout
         self.block_tokens = block_tokens
