@@ -37,8 +37,7 @@ Bytes = NDArray[np.uint8]  # a block's bytes, uint8 ``[block_bytes]``
 class _Pin:
     """The pins of one key."""
 
-    segment: Segment
-    """The segment that ends with its block; not live after the block was discarded as bad."""
+    segment: Segment  # ends with its block; not live after a discard as bad
     count: int
 
 
@@ -59,8 +58,7 @@ class KeyedBlocks(OpenStore):
         self.keys_root = keys_root
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
-        self._putting = threading.Lock()
-        """Held from the look-up of keys until they are queued. Acquired before any other lock."""
+        self._putting = threading.Lock()  # from look-up to queuing; acquired before other locks
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,

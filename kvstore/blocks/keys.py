@@ -23,8 +23,7 @@ Key = bytes | str  # a caller's key. A string is encoded as UTF-8.
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 """The namespace of all blocks under callers' keys."""
 GROUP = "block"  # name of the group
-KEY_BYTES_LIMIT = 4096
-"""Largest ``key_bytes`` of a store: each block reserves space for a key of that length."""
+KEY_BYTES_LIMIT = 4096  # reserved in each block of a store with such keys
 
 
 def keys_root(secret: bytes | None) -> BlockHash:

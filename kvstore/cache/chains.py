@@ -33,8 +33,7 @@ class Generations:
     def __init__(self, store: OpenStore) -> None:
         self._store = store
         self._lock = store.context.lock
-        self._newest: dict[str, int] = {}
-        """By lineage, without those at 0: most never begin a generation, and every salt has a lineage."""
+        self._newest: dict[str, int] = {}  # by lineage, without those at 0, which are most
 
     def current(self, lineage: str, given: int) -> int:
         """Return the newer of the given and the recorded generation.
@@ -88,8 +87,7 @@ class Chains:
 
     def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
         self._shared = shared
-        self._roots: frozenset[BlockHash] = frozenset()
-        """Roots of all generations so far: matches of older ones stay valid."""
+        self._roots: frozenset[BlockHash] = frozenset()  # of all generations: matches stay valid
         self._bind(namespace)
 
     def _bind(self, namespace: Namespace) -> None:

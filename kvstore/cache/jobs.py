@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 STAGING_BYTES = 64 << 20
 """Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more memory free."""
 POLL_SECONDS = 0.02  # interval at which a wait for an event checks for cancellation
-QUEUED_JOBS = 256
-"""Most jobs in a thread's queue, which keep references and no copies: one for each of vLLM's 256 default requests."""
+QUEUED_JOBS = 256  # most jobs in a thread's queue: vLLM runs 256 requests by default
 
 
 class DeviceEvent(Protocol):

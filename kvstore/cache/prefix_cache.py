@@ -142,8 +142,7 @@ class PrefixCache(Scope, Sharing):
             raise
 
 
-READ_THREADS = 4
-"""Default for the most threads of a read: four keep 128 blocks in flight; more would occupy CPUs of the engine."""
+READ_THREADS = 4  # keeps 128 blocks in flight; more would occupy the engine's CPUs
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
 """Device types of torch, checked here because torch is imported by the first load."""
 

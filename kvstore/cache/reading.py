@@ -37,8 +37,7 @@ RUN_BYTES = 16 << 20
 """Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than single blocks, and small enough for
 several threads to share a load. docs/ssd.md."""
 RUNS_AHEAD = 2  # runs hinted to the kernel ahead of each thread: one in progress and one waiting
-FEW_BLOCKS = 4
-"""Fewest blocks that are read as a run: the setup takes as long as reading three single blocks."""
+FEW_BLOCKS = 4  # fewest blocks read as a run: its setup costs as much as three blocks
 
 Take = Callable[[int, memoryview], str | None]
 """Copies the payload of block ``number`` from a frame with a verified head; returns its fault or None."""
@@ -81,8 +80,7 @@ class Reading:
     task: ParallelTask
     limits: Limits
     began: float
-    faults: dict[int, str]
-    """Faults by block number. Only the first is certain; the others may be its consequences."""
+    faults: dict[int, str]  # by block number; only the first is certain, others may follow from it
 
 
 class SsdReads:

@@ -35,10 +35,8 @@ ZSTD = "zstd"  # lossless format at rest: the engine's own format, compressed
 class Packing:
     """Formats at rest of a store (not empty), and the largest quantization error of a block (not NaN)."""
 
-    formats: Mapping[str, str]
-    """Format at rest, by GLOBAL group. Other groups keep the engine's format."""
-    error_budget: float = math.inf
-    """Largest relative root-mean-square error of any group; a block above it is stored lossless."""
+    formats: Mapping[str, str]  # by GLOBAL group; others keep the engine's format
+    error_budget: float = math.inf  # largest relative RMS error; above it, blocks are lossless
 
 
 def loses(formats: Mapping[str, str]) -> bool:
@@ -165,8 +163,7 @@ class AtRestFormat:
         self._write_lossless, self._write_quantized = written
         self._forms: dict[int, FrameFormat] = {form.form: form for form in (*plain, *written)}
         self.entries = self.lossless.entries
-        self.payload_bytes = self.lossless.payload_bytes
-        """Of a block in the engine's format, as in device pages."""
+        self.payload_bytes = self.lossless.payload_bytes  # of a block, as in device pages
         self.frame_bytes = max(self.lossless.frame_bytes, self.quantized.frame_bytes)
         self._codecs: dict[str, tuple[QuantizedCodec, np.dtype[np.generic]]] = {}
         for group in self.quantized.layout.global_groups:

@@ -19,16 +19,13 @@ from kvstore.errors import ConfigError
 from kvstore.frame.header import HEADER_BYTES
 from kvstore.layout import LayerGroup, Layout
 
-UNIT_ENTRIES = 64
-"""Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
+UNIT_ENTRIES = 64  # per planar unit: page size of V4.1 engines (vLLM, FlashMLA)
 RESERVED_BYTES = 32
 """Bytes for a future nonce (12) and tag (16) of authenticated encryption, zero so far; then the relative
 quantization error as a float32."""
 
-PART_BATCH_BYTES = 4 << 20
-"""Smallest batch of parts in bytes: it takes 1 to 2 ms, of which the set-up is a tenth."""
-PART_BATCH_BLOCK_BYTES = 16 << 10
-"""Fewest bytes of a block in a batch: the cost of a separate read. docs/ssd.md."""
+PART_BATCH_BYTES = 4 << 20  # smallest batch: 1 to 2 ms, of which the set-up is a tenth
+PART_BATCH_BLOCK_BYTES = 16 << 10  # of a block: the cost of a separate read. docs/ssd.md.
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +65,7 @@ class FrameGeometry:
         self.part_count = len(owners)
         self.sums_offset = HEADER_BYTES + 4 * block_tokens
         self.payload_offset = self.sums_offset + 8 * self.part_count + RESERVED_BYTES
-        self.part_bounds: list[tuple[int, int]] = []
-        """Start and end of each part in the frame, in order of owner layer."""
+        self.part_bounds: list[tuple[int, int]] = []  # start and end, in order of owner layer
         offset = self.payload_offset
         for members in self.members.values():
             size = sum(self.entries[g.name] * g.entry_bytes for g in members)

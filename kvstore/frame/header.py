@@ -18,8 +18,7 @@ _FLAGS, _FLAGS_OFFSET = struct.Struct("<H"), 6
 _NAMESPACE, _NAMESPACE_OFFSET = struct.Struct("<I"), 16
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size
-FIXED_BYTES = 32
-"""Bytes before the hashes. Within a form only number, namespace and image flag vary in them."""
+FIXED_BYTES = 32  # before the hashes; within a form only number, namespace, image flag vary
 CHECKED_BYTES = HEADER_BYTES - _SUM.size
 """The head checksum covers the header up to here, and everything between the header and the payload."""
 
@@ -37,14 +36,10 @@ class Header:
     block_hash: BlockHash
     parent_hash: BlockHash
     sequence: int
-    has_images: bool = False
-    """An image overlaps the block, so its token ids do not determine its hash."""
-    is_packed: bool = False
-    """The payload is quantized at rest; reads dequantize it to the engine's entries."""
-    error: float = 0.0
-    """Relative quantization error, also of a block kept lossless because of a large error."""
-    is_compressed: bool = False
-    """The payload is stored compressed; ``payload_bytes`` is its uncompressed size."""
+    has_images: bool = False  # so that its token ids do not determine its hash
+    is_packed: bool = False  # the payload is quantized at rest; reads dequantize it
+    error: float = 0.0  # of quantization, also of a block kept lossless because of it
+    is_compressed: bool = False  # compressed; ``payload_bytes`` is the uncompressed size
 
 
 def pack_header(header: Header, form: int, parts: int, payload_bytes: int) -> bytes:

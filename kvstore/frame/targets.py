@@ -30,14 +30,12 @@ class Places:
     """
 
     blocks: int  # number of whole blocks that fit
-    table: NDArray[np.int64]
-    """Segments of a payload in order, for block 0; columns are ``native.SEGMENT_FIELDS``."""
+    table: NDArray[np.int64]  # of block 0, in order; columns are ``native.SEGMENT_FIELDS``
     steps: NDArray[np.int64]  # by segment, bytes from its address in one block to that in the next
     parts: Sequence[native.Part]
     kept: object  # owners of the memory that the table points to
     first_part: int = 0  # number of the first part in the table
-    is_shifted: bool = False
-    """Whether ``steps`` are by block instead: bytes from the addresses of block 0 to its own."""
+    is_shifted: bool = False  # ``steps`` are byte distances from block 0, by block
 
     def segments(self, block: int) -> NDArray[np.int64]:
         """Return the table of one block. Raises ``ValueError`` if there is no such block."""

@@ -51,8 +51,7 @@ class Prefix:
     hashes: HashRun
     images: Sequence[ImageSpan]
     block_tokens: int
-    path: bytes = field(default=b"", init=False)
-    """Concatenated keys of its blocks, for an index to match."""
+    path: bytes = field(default=b"", init=False)  # concatenated keys, for an index to match
 
     def __post_init__(self) -> None:
         """Join the keys, which are prefixes of the hashes."""

@@ -43,8 +43,7 @@ class Floors:
 
     replay_start: int
     read_floor: int  # first token whose window rows exist
-    write_floor: int
-    """GLOBAL entries of tokens below it are final; a replay must not overwrite them."""
+    write_floor: int  # GLOBAL entries of tokens below it must not be overwritten
     window_write_floor: int  # window rows of tokens below it are final
 
 

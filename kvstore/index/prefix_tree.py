@@ -97,8 +97,7 @@ class PrefixIndex:
     def __init__(self, policy: Policy[Segment]) -> None:
         self.root = Segment(None, b"", 0, 0)
         self._policy = policy
-        self._apart: dict[int, Policy[Segment]] = {}
-        """Second policies, by namespace, for evictions from some namespaces: one per set of them."""
+        self._apart: dict[int, Policy[Segment]] = {}  # by namespace, for evictions within a set
         self.blocks = 0
         self.segments = 0
         self.expiring = 0  # segments with an expiry; with zero a match skips the check
@@ -355,8 +354,7 @@ class KeyedIndex(PrefixIndex):
         """``on_removed`` is called with each removed key, during the removal."""
         super().__init__(policy)
         self._on_removed = on_removed
-        self.parents: dict[BlockKey, BlockKey] = {}
-        """Parent key of each block by key; empty for the first block of a chain."""
+        self.parents: dict[BlockKey, BlockKey] = {}  # by key; empty for a chain's first block
 
     @override
     def _count(self, parent: Segment, keys: bytes) -> None:

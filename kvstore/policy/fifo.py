@@ -15,8 +15,7 @@ class Fifo(Ranked[S], Generic[S]):
     """Evict the segment stored first."""
 
     def __init__(self) -> None:
-        self._places: dict[S, Any] = {}
-        """Position of each segment in the queue; a split keeps both halves at the same one."""
+        self._places: dict[S, Any] = {}  # position in the queue, the same for split halves
         super().__init__(self._places.get)
         self._end = count().__next__  # returns the next position at the end of the queue
 

@@ -14,8 +14,7 @@ class Lfu(Ranked[S], Generic[S]):
     """Evict the least often used segment, the least recently used among equals."""
 
     def __init__(self) -> None:
-        self._uses: dict[S, int] = {}
-        """Uses of a segment and of its removed descendants, except by the request that stored it."""
+        self._uses: dict[S, int] = {}  # by segment, its removed descendants included
         super().__init__(self._rank)
 
     def _rank(self, segment: S) -> Any:

@@ -31,8 +31,7 @@ class _Queues(Policy[S], Generic[S]):
         self._queue: dict[S, Queue[S]] = {}  # the queue of each segment
         self._sizes: dict[S, int] = {}
         self._blocks = 0  # blocks in all queues
-        self._end = count().__next__
-        """Returns the next position at the end of a queue that is not an LRU."""
+        self._end = count().__next__  # returns the next position in a queue without LRU
 
     def enter(self, segment: S, queue: Queue[S], place: int) -> None:
         """Add a new segment, a leaf, to a queue."""
@@ -132,8 +131,7 @@ class _Probation(_TwoQueues[S], Generic[S]):
 class TwoQ(_Probation[S], Generic[S]):
     """Evict new segments in order of arrival; segments that return later are kept by last use."""
 
-    NEW_SHARE, GHOST_SHARE = 0.25, 0.5
-    """As Johnson and Shasha: a quarter for new segments, ghosts for half of the blocks."""
+    NEW_SHARE, GHOST_SHARE = 0.25, 0.5  # of all blocks, as Johnson and Shasha
 
     @override
     def place(self, segment: S) -> int:
@@ -223,8 +221,7 @@ class Arc(_TwoQueues[S], Generic[S]):
     def __init__(self) -> None:
         super().__init__()
         self._ghosts = (Ghosts(), Ghosts())
-        self._used: set[S] = set()
-        """Kept segments that were used, or had a removed descendant that was."""
+        self._used: set[S] = set()  # kept segments with a use, or a removed descendant's
         self._target = 0.0  # most blocks of new segments
         self._most = 0  # most blocks so far: the capacity of the tier
 

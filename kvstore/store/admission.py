@@ -28,8 +28,7 @@ class StoreResult:
 
     end: int  # leading blocks that are now stored or queued
     present: int  # offered blocks that were stored or queued already
-    dropped: int
-    """Blocks not accepted: the queue was full, the parent was missing, or the request was too long."""
+    dropped: int  # not accepted: full queue, missing parent, or too long a request
 
 
 @dataclass(eq=False)

@@ -23,10 +23,8 @@ from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import Put
 
-RETRY_EVICTION_BLOCKS = 16
-"""Blocks evicted before a commit that found no room is retried. docs/decisions/0009."""
-FULL_RETRIES = 3
-"""Retries on a full disk: pages freed in a transaction are reusable two transactions later."""
+RETRY_EVICTION_BLOCKS = 16  # before a commit without room is retried. docs/decisions/0009.
+FULL_RETRIES = 3  # freed pages are reusable two transactions later
 
 # ---- decisions ---------------------------------------------------------------------------------
 

@@ -29,8 +29,7 @@ class Context:
         self.lock = threading.RLock()
         self.metrics = Metrics()
         self.clock = clock  # monotonic seconds, for leases and windows
-        self.wall_clock = wall_clock
-        """Wall-clock seconds, valid across restarts, for blocks with a time to live."""
+        self.wall_clock = wall_clock  # wall-clock seconds, for blocks with a time to live
         self.tick = 0  # the newest tick returned
 
     def abandon(self) -> None:

@@ -12,8 +12,7 @@ from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
 
-WRITE_ERRORS_TO_READ_ONLY = 3
-"""Consecutive write failures after which writing stops. docs/decisions/0009."""
+WRITE_ERRORS_TO_READ_ONLY = 3  # consecutive failures that stop writing. docs/decisions/0009.
 RETRY_SECONDS = 30.0
 """Time until a commit is retried: that of a lease. On a disk that never recovers, each retry costs the framing of one
 commit. After damage to the file, writing stops until the store is reopened."""
@@ -26,8 +25,7 @@ class WriteFailures:
     context: Context
     ssd: SsdTier
     count: int = 0  # consecutive failures of the medium
-    stopped_until: float = -math.inf
-    """Time of the next retry by the context's clock; infinity: none before the store is reopened."""
+    stopped_until: float = -math.inf  # next retry by the context's clock; infinity: when reopened
 
     @property
     def is_stopped(self) -> bool:

@@ -61,15 +61,12 @@ class Metrics:
     late_blocks: int = 0  # blocks of hits that were not read before a deadline
     scrubbed_blocks: int = 0  # blocks read by the background scrub
     evicted_blocks: Counter[str] = field(default_factory=Counter)  # by tier
-    quota_evicted_blocks: int = 0
-    """Blocks evicted from the SSD tier because their namespace reached its quota."""
+    quota_evicted_blocks: int = 0  # evicted from SSD because their namespace reached its quota
     expired_leases: int = 0
     shared_opens: int = 0
-    passing_errors: int = 0
-    """Reads with a transient error: no slot, memory or descriptor free. Each was a miss."""
+    passing_errors: int = 0  # reads without a free slot, memory or descriptor: misses
     write_errors: int = 0
-    policy_errors: int = 0
-    """Eviction policies that raised or returned an invalid victim. LRU replaced each."""
+    policy_errors: int = 0  # policies that raised or chose an invalid victim, replaced by LRU
     quarantined_stores: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0

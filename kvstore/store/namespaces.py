@@ -13,10 +13,8 @@ from kvstore.store.context import Context
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 
-LAST_NUMBER = 2**32 - 1
-"""Largest namespace number: 32 bits in records and frames. docs/format.md, sections 4 and 5."""
-ERASED_TOGETHER = 256
-"""Most names erased by one transaction: ten per leaf, so about 26 leaves if they are adjacent."""
+LAST_NUMBER = 2**32 - 1  # 32 bits in records and frames. docs/format.md, sections 4 and 5.
+ERASED_TOGETHER = 256  # names per transaction: ten per leaf, about 26 adjacent leaves
 
 
 @dataclass(slots=True, eq=False)

@@ -55,8 +55,7 @@ class OpenStore:
         self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None
-        self._compaction_error = ""
-        """Why a file larger than its cap was not compacted at the opening."""
+        self._compaction_error = ""  # why a file above its cap was not compacted at opening
         if ssd.is_owner:
             self.writer = StoreWriter(
                 *(self.context, ssd, frame_format, index, self._give_up_leases),

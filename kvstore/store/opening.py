@@ -20,8 +20,7 @@ from kvstore.tier.ssd.values import SsdOptions
 
 T = TypeVar("T", bound=OpenStore)
 
-tier_class: type[SsdTier] = SsdTier
-"""Class of the SSD tier of every opening. Tests replace it by a subclass that injects faults."""
+tier_class: type[SsdTier] = SsdTier  # replaced in tests, by a subclass that injects faults
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:

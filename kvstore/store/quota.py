@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from kvstore.store.eviction import Limit
 from kvstore.store.namespaces import Lineage
 
-QUOTA_SLACK = 0.04
-"""Share of a quota freed in addition to the need: the distance of the tier's watermarks."""
+QUOTA_SLACK = 0.04  # share of a quota freed in addition: the distance of the watermarks
 
 
 def quota_limit(lineage: Lineage, usage: Mapping[int, int]) -> Limit | None:

@@ -68,10 +68,8 @@ class _SharedStore:
         return any(True for _ in self.shares)
 
 
-_open_stores: dict[tuple[int, int], _SharedStore] = {}
-"""By device and inode of the directory. LMDB must not open a database twice in one process."""
-_inherited: dict[tuple[int, int], OpenStore] = {}
-"""Stores of the parent, closed by a forked child before it opens the same directory."""
+_open_stores: dict[tuple[int, int], _SharedStore] = {}  # by inode: LMDB must not open one twice
+_inherited: dict[tuple[int, int], OpenStore] = {}  # of the parent, until a forked child reopens
 _opening = threading.RLock()
 _forking = threading.local()  # the tiers that a thread stopped for its fork
 

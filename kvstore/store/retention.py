@@ -14,8 +14,7 @@ from kvstore.store.failures import WriteFailures
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 
-Amendment = tuple[list[BlockKey], dict[str, Any]]
-"""Keys of records, and the fields to change in them."""
+Amendment = tuple[list[BlockKey], dict[str, Any]]  # keys of records, and their new field values
 
 
 @dataclass(slots=True)

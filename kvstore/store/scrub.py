@@ -31,11 +31,9 @@ from kvstore.tier.ssd.values import BUSY
 
 logger = logging.getLogger(__name__)
 
-PASS_SECONDS = 3600.0
-"""Least time between the starts of two passes, so that a small store is not read continuously."""
+PASS_SECONDS = 3600.0  # least time per pass, so that a small store is not read continuously
 RETRY_SECONDS = 60.0  # pause after an error of the whole medium
-SAVED_BLOCKS = 4096
-"""Blocks between two records of the position: the most verified again after a kill."""
+SAVED_BLOCKS = 4096  # blocks between records of the position, verified again after a kill
 STOP_SECONDS = 60.0  # most time that a stop waits for the current block
 _BATCH = 64  # records per read transaction, which keeps each short
 _FACT = "scrub"

@@ -19,8 +19,7 @@ LINGER_SECONDS = 0.010
 """Time that a commit waits for one more block: a group commit at 64 blocks, 16 MB, or 10 ms without a new block.
 Counted from the first block, 10 ms would split a batch that takes longer to frame, and its two commits would wait for
 the disk twice. docs/decisions/0009."""
-LINGERS = 10
-"""Most multiples of ``LINGER_SECONDS`` that a commit waits in all when blocks are queued slowly."""
+LINGERS = 10  # most multiples of ``LINGER_SECONDS`` that a commit waits in all
 
 T = TypeVar("T")
 
@@ -61,8 +60,7 @@ class CommitQueue(Generic[T]):
         self._changed = threading.Condition(self._lock)
         self._is_closing = False
         self._has_ended = False
-        self.failure: BaseException | None = None
-        """The last exception raised by ``commit``: a programming error, not a disk error."""
+        self.failure: BaseException | None = None  # raised by ``commit``; not a disk error
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
 

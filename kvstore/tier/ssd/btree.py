@@ -31,8 +31,7 @@ PAGE_BYTES = 4096
 _META = struct.Struct("<QHHHH IIQQ 48s48s QQ")
 """Number, padding, flags, and two fields unused in a meta page; magic, version, address, map size;
 the records of the free lists and of the main database; last page, transaction."""
-_RECORD = struct.Struct("<IHHQQQQQ")
-"""A database: padding, flags, depth, branch, leaf and overflow pages, entries, root."""
+_RECORD = struct.Struct("<IHHQQQQQ")  # padding, flags, depth, page counts, entries, root
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGE = 8
 _INTEGER_KEYS = 8  # flag of the database of free lists, keyed by transaction

@@ -13,8 +13,7 @@ from kvstore.tier.ssd.records import Record, Records
 from kvstore.tier.ssd.values import SsdOptions
 
 PAGE_BYTES = 4096
-PAGE_HEADER_BYTES = 16
-"""Header that LMDB writes before an overflow value. Source: LMDB 0.9 page header."""
+PAGE_HEADER_BYTES = 16  # header of an overflow value in LMDB 0.9 (its page header)
 COMMIT_BYTES = 16 << 20
 """Largest commit. LMDB keeps a heap copy of each dirty page, so a transaction is bounded. docs/decisions/0009."""
 COMMIT_BLOCKS = 64
@@ -22,19 +21,14 @@ COMMIT_BLOCKS = 64
 QUEUE_BYTES = 256 << 20
 """Most bytes that wait for their commit. An engine that does not wait offers a whole prompt at once: this is
 300,000 tokens of DeepSeek-V4.1, or 11,000 of a small dense model at 23 KB a token."""
-DELETES_PER_COMMIT = 256
-"""Most deletes per transaction: each is synced, and four commits cause as many deletes."""
-MINIMUM_BLOCKS = 8
-"""Smallest capacity in blocks; a smaller store would evict all the time. docs/decisions/0009."""
-_HIGH, _LOW = 0.92, 0.88
-"""Watermarks as shares of the cap: uniform values fill 97 % without MapFull. docs/decisions/0009."""
+DELETES_PER_COMMIT = 256  # most deletes per transaction (one sync); four commits cause as many
+MINIMUM_BLOCKS = 8  # a smaller store would evict all the time. docs/decisions/0009.
+_HIGH, _LOW = 0.92, 0.88  # of the cap: 97 % fills without MapFull. docs/decisions/0009.
 _MIXED_HIGH, _MIXED_LOW = 0.85, 0.81
 """The same for frames of different sizes, which fragment the free space: 85 % is safe, at 90 % 5 % of commits
 fail. docs/decisions/0016."""
-_SPARE_COMMITS = 3
-"""Pages freed in a transaction are reusable two transactions later: room for three full commits."""
-TREE_PAGES_PER_BLOCK = 3
-"""Most tree pages rewritten by the write of one block: one leaf each of `pay`, `meta` and `age`."""
+_SPARE_COMMITS = 3  # full commits; freed pages are reusable two transactions later
+TREE_PAGES_PER_BLOCK = 3  # rewritten at most: one leaf each of `pay`, `meta`, `age`
 OVERHEAD_PAGES = 32  # roots, branches, meta pages and free list
 
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])

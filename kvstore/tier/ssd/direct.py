@@ -6,8 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-PAGE_BYTES = 4096
-"""Alignment of offset, length and memory of a direct read: LMDB's page size, sufficient for any disk."""
+PAGE_BYTES = 4096  # alignment of offset, length and memory of direct reads on any disk
 
 
 class DirectFile:

@@ -18,10 +18,8 @@ _NETWORK_TYPES = frozenset(
     }
 )
 """Types whose mapped files and robust mutexes are not coherent between hosts. Source: LMDB's caveats."""
-_LAYERED_TYPES = frozenset({"overlay", "aufs"})
-"""Types whose first write to a file of a lower layer copies the file. docs/decisions/0020."""
-_OCTAL = re.compile(r"\\([0-7]{3})")
-"""The kernel's escape of spaces, tabs, newlines and backslashes. Source: proc(5), mangle_path."""
+_LAYERED_TYPES = frozenset({"overlay", "aufs"})  # first writes copy files: docs/decisions/0020
+_OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escape of white space. Source: proc(5).
 
 
 def check_file_system(path: Path) -> None:

@@ -14,12 +14,10 @@ LOCK_FILE = "owner.lock"
 MAP_LOCK_FILE = "lock.mdb"
 VERSION_FILE = "VERSION"
 SECRET_FILE = "secret"  # noqa: S105 - the name of a file
-_PARTIAL = ".partial"
-"""Suffix of a file during its write. A process killed during the write leaves the file behind."""
+_PARTIAL = ".partial"  # suffix of a file during its write; left behind by a killed process
 PARTIAL_FILES = (VERSION_FILE + _PARTIAL, SECRET_FILE + _PARTIAL)
 FILES = (DATA_FILE, MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE)
-_COPY_FOLDER = "compacting"
-"""Folder of a compacted copy: inside the store, because a rename must stay on one file system."""
+_COPY_FOLDER = "compacting"  # inside the store, because a rename must stay on one file system
 LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags to open a file of unknown type: they neither block on a pipe nor follow a link."""
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from kvstore.errors import StoreBusy
 from kvstore.tier.ssd.files import LOCK_FILE, LOOK, MAP_LOCK_FILE
 
-_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
-"""``owner_pid`` holds a shared lock for a moment, without being an owner."""
+_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01  # ``owner_pid`` holds a shared lock briefly
 
 
 def try_lock(path: Path) -> int | None:

@@ -26,10 +26,8 @@ _ROW = np.dtype(
 assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
 _MOST_ERROR = 65504.0  # largest float16
 _PINNED, _PACKED, _COMPRESSED = 1, 2, 4
-_MOST_SEQUENCES = 2**63
-"""Sequences from here on cannot occur: they are damage, read as 0, the oldest."""
-PLAUSIBLE_SEQUENCE = 2**62
-"""New sequences continue from one below this, so that one changed bit cannot exhaust the range."""
+_MOST_SEQUENCES = 2**63  # larger sequences are damage, read as 0, the oldest
+PLAUSIBLE_SEQUENCE = 2**62  # new ones continue below it: one changed bit cannot exhaust the range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,21 +50,17 @@ from kvstore.tier.ssd.faults import (
 from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records, location_of
 from kvstore.tier.ssd.values import BUSY, Put, ReadResult, SsdOptions, TakeMany
 
-READ_BATCH = 32
-"""Blocks per read transaction: a longer one would keep freed pages from reuse. docs/decisions/0009."""
-FORK_SECONDS = 5.0
-"""Most time that a fork waits for a call in progress. A disk that takes longer counts as failed."""
+READ_BATCH = 32  # blocks; a longer transaction would keep freed pages. docs/decisions/0009.
+FORK_SECONDS = 5.0  # most wait of a fork for a call in progress; a slower disk counts as failed
 CLOSE_SECONDS = 60.0  # most time that a close waits for calls in progress, such as a copy
 COPY_SECONDS = 60.0  # most time that a compaction waits for calls that use the old file
 READERS_SECONDS = 60.0
 """Interval at which writes clear the slots of killed readers: there are 512 slots, and each keeps every page freed
 since its reader began from reuse."""
-_HINT_BATCH = 1024
-"""Records rewritten per transaction in a compacted copy: in key order, about 30 leaves."""
+_HINT_BATCH = 1024  # records rewritten per transaction in a compacted copy: about 30 leaves
 _HINT_BYTES = 256
 """Bytes that a record may add to a compacted copy: its leaf share (85 to 128), twice. docs/decisions/0018."""
-_LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
-"""File offsets are signed 64-bit integers; a larger page number is damage."""
+_LAST_PAGE = 2**63 // PAGE_BYTES - 2**40  # offsets are signed 64-bit; larger pages are damage
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
 _SEQUENCE = struct.Struct(">Q")
@@ -85,28 +81,22 @@ class SsdTier:
         self.capacity_bytes = options.capacity_bytes
         sizes = options.capacity_bytes, options.frame_bytes
         self.commit_blocks = capacity.commit_blocks(*sizes)
-        self._reach_bytes = capacity.spare_bytes(*sizes)
-        """Most bytes that a commit adds to the file."""
+        self._reach_bytes = capacity.spare_bytes(*sizes)  # most bytes added by a commit
         self.delete_blocks = capacity.delete_blocks(*sizes)
         self.queue_blocks = capacity.queue_blocks(*sizes)
         self.high_bytes, self.low_bytes = capacity.watermarks(options)
         self.usage: Counter[int] = Counter()
         """Bytes of each namespace's frames: computed from the records by the owner, updated by each commit."""
-        self.emptied: set[int] = set()
-        """Namespaces whose last record was deleted; the caller clears the set."""
+        self.emptied: set[int] = set()  # namespaces without records; cleared by the caller
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
         self._open_gates()
         self._is_closed = False
         self._writing = threading.RLock()  # held through every write transaction and its recovery
-        self._is_suspect = False
-        """Whether a commit or a sync failed: the last committed state may not be on the disk."""
-        self._is_damaged = False
-        """Whether a write found a corrupt page: the next opening verifies all pages."""
-        self._is_lost = False
-        """Whether recovery failed: another commit might overwrite the state on the disk."""
-        self._readers_checked = time.monotonic()
-        """Time at which the slots of killed readers were last cleared; an opening clears them too."""
+        self._is_suspect = False  # after a failed commit or sync: the state may not be on disk
+        self._is_damaged = False  # after a write found a corrupt page: verified when reopened
+        self._is_lost = False  # after a failed recovery: a commit might overwrite the state
+        self._readers_checked = time.monotonic()  # last clearing of killed readers' slots
         self._attach(env)
 
     def _open_gates(self) -> None:

@@ -10,8 +10,7 @@ from kvstore.frame.format import FORMAT_VERSION
 from kvstore.tier.ssd.directory import refuse_links
 from kvstore.tier.ssd.files import VERSION_FILE, write_file
 
-FORMAT_BYTES = 16 << 10
-"""Largest format text: 5,000 layers. Computing a frame's layout is quadratic in layers."""
+FORMAT_BYTES = 16 << 10  # 5,000 layers; computing a frame's layout is quadratic in layers
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
 _SHOWN = 200  # characters shown of a format text that cannot be parsed
 
