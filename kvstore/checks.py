@@ -94,10 +94,7 @@ def several(
     error: type[Exception] = ValueError,
     most: int | None = None,
 ) -> list[Any]:
-    """Return the items of a sequence or an iterator; text, bytes, sets and mappings are refused.
-
-    ``what`` names the items in the message. At most ``most + 1`` items are read.
-    """
+    """Return at most ``most + 1`` items of an iterable, named ``what``; text, bytes, sets and mappings are refused."""
     found: list[Any] | None = None
     if not isinstance(value, str | bytes | bytearray | Mapping | Set):
         try:

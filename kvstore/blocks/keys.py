@@ -59,10 +59,7 @@ class NamedBlock:
 
 
 def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
-    """Return the words and the hash of a caller's key, under the ``keys_root`` of its store.
-
-    Raises ``ValueError`` if it is neither bytes nor a string, or too long.
-    """
+    """Return a key's words and hash under ``keys_root``. Raises ``ValueError`` for other types or too long a key."""
     given: object = key
     if isinstance(given, str):
         data = given.encode("utf-8", "surrogatepass")

@@ -36,10 +36,7 @@ class Generations:
         self._newest: dict[str, int] = {}  # by lineage, without those at 0, which are most
 
     def current(self, lineage: str, given: int) -> int:
-        """Return the newer of the given and the recorded generation.
-
-        Raises ``StoreError`` if the record cannot be read; a guess could make old weights' blocks current.
-        """
+        """Return the newer of the given and the recorded generation. Raises ``StoreError`` if it cannot be read."""
         path = self._store.ssd.path
         with self._lock:
             known = self._newest.get(lineage)

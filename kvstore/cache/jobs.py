@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.tier.engine_copy import PagedEntries
 
 STAGING_BYTES = 64 << 20
-"""Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more memory free."""
+"""Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more free."""
 POLL_SECONDS = 0.02  # interval at which a wait for an event checks for cancellation
 QUEUED_JOBS = 256  # most jobs in a thread's queue: vLLM runs 256 requests by default
 
@@ -100,10 +100,7 @@ class _Chunk:
 
 
 class Jobs:
-    """Background jobs of one open store: one thread for saves and one for loads, created on first use.
-
-    Requests wait for loads and not for saves, so a load never queues behind a save. Threads: any.
-    """
+    """Background jobs of one open store, on one thread for saves and one for loads, which never wait for saves."""
 
     def __init__(
         self,

@@ -45,10 +45,7 @@ class Windows:
             return self._pool.keys()
 
     def of(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
-        """Return the window of each match. A hook receives all its requests in one call.
-
-        Raises ``ValueError`` if a window is missing without a hook, or a hook returns a wrong result.
-        """
+        """Return the window of each match; each hook is called once. Raises ``ValueError`` for missing windows."""
         found: dict[int, WindowSnapshot] = {}
         batches: list[tuple[ReplayHook, list[int]]] = []
         for position, (match, hook) in enumerate(pairs):

@@ -45,10 +45,7 @@ def loses(formats: Mapping[str, str]) -> bool:
 
 
 def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
-    """Return the layout of quantized blocks; compressed groups keep their format.
-
-    Raises ``ConfigError`` for an unknown group, a group without floats, or an unknown format at rest.
-    """
+    """Return the layout of quantized blocks. Raises ``ConfigError`` for an unknown or non-float group or format."""
     known = {group.name: group for group in layout.global_groups}
     for name, entry_format in formats.items():
         if name not in known:
@@ -75,10 +72,7 @@ def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
 
 
 class CompressedFormat(FrameFormat):
-    """Frames of another format with a compressed payload. docs/format.md, section 4.2.
-
-    Heads, part checksums and the entries read are those of the uncompressed frames.
-    """
+    """Frames with a compressed payload; heads and part checksums as uncompressed. docs/format.md, section 4.2."""
 
     def __init__(self, plain: FrameFormat, groups: Collection[str]) -> None:
         """Compress the numbers of ``groups`` in frames of the format ``plain``."""

@@ -1,7 +1,4 @@
-"""Frame of one block: sealing, verifying, and copying its payload to and from entries, without I/O.
-
-Offsets are in :mod:`kvstore.frame.geometry`, the bytes in docs/format.md, section 4.
-"""
+"""Frame of one block: sealing, verifying, and copying entries, without I/O. docs/format.md, section 4."""
 
 from __future__ import annotations
 
@@ -207,10 +204,7 @@ class FrameFormat(FrameGeometry):
         return size == self.frame_bytes
 
     def laid_out(self, frame: memoryview) -> memoryview | None:
-        """Return a frame with its payload decompressed, None if it is damaged: here the frame itself.
-
-        A decompressed frame is valid until the thread's next call.
-        """
+        """Return the decompressed frame (here itself), valid until the thread's next call; None if it is damaged."""
         return frame
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
@@ -351,10 +345,7 @@ class FrameFormat(FrameGeometry):
         return targets.block_at_zero(self)
 
     def apart_target(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
-        """Return a target of blocks in separate arrays, for a layout of one group and layer.
-
-        Each array is uint8 ``[payload_bytes]``, contiguous and writable. Raises ``ValueError`` for others.
-        """
+        """Return a target of separate uint8 ``[payload_bytes]`` arrays, contiguous, writable; one group and layer."""
         one, size = self._block_at_zero, self.payload_bytes
         return targets.separate_blocks(one, blocks, size, is_output=True)
 

@@ -24,10 +24,7 @@ _BYTES = ("uint8",)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Address table of a target or source of blocks, created by the functions of this module.
-
-    Threads: any number may scatter to one table at a time, each to its own blocks.
-    """
+    """Address table of a target or source of blocks. Threads: any number may scatter, each to its own blocks."""
 
     blocks: int  # number of whole blocks that fit
     table: NDArray[np.int64]  # of block 0, in order; columns are ``native.SEGMENT_FIELDS``
@@ -76,7 +73,7 @@ def target_of(
     values: Mapping[str, Array],
     batch: PartBatch | None = None,
 ) -> Places:
-    """Return a target of numbers for the groups in ``values``, of entries for others; see ``FrameFormat.mixed_target``."""
+    """Return a target of numbers for the groups in ``values``, of entries for others: ``FrameFormat.mixed_target``."""
     return _places(geometry, entries, values, batch, is_output=True)
 
 
@@ -93,7 +90,7 @@ def block_at_zero(geometry: FrameGeometry) -> Places:
 def separate_blocks(
     one: Places, blocks: Sequence[NDArray[np.uint8]], payload_bytes: int, *, is_output: bool
 ) -> Places:
-    """Return a target or source of blocks in separate arrays (see ``FrameFormat``); ``one`` is :func:`block_at_zero`."""
+    """Return a target or source of blocks in separate arrays; ``one`` is :func:`block_at_zero`."""
     views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
     for number, view in enumerate(views):
         (check_out if is_output else check_in)(view, f"block {number}", (payload_bytes,))

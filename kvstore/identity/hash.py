@@ -79,10 +79,7 @@ def _text(tag: bytes, value: str | None) -> bytes:
 
 
 def root_digest(encoded: bytes, secret: bytes | None) -> BlockHash:
-    """Return the root digest of an encoding: its SHA-256, or its HMAC under a store's secret.
-
-    All hashes below a root depend on it, so hashes under a secret cannot be computed without the secret.
-    """
+    """Return a root digest, SHA-256 or HMAC under a secret, without which no hash below it can be computed."""
     if secret is None:
         return BlockHash(hashlib.sha256(encoded).digest())
     return BlockHash(hmac.digest(secret, encoded, "sha256"))

@@ -22,7 +22,7 @@ GONE = 0.0  # expiry of a segment that no lookup may find, although a pin may st
 
 
 class Segment:
-    """A run of blocks, evicted from its tail. Compared by identity: a split keeps the object of the lower half for pins."""
+    """A run of blocks, evicted from its tail. Compared by identity: a split keeps the lower half's object."""
 
     __slots__ = (
         "children",
@@ -177,10 +177,7 @@ class PrefixIndex:
         self.blocks += len(keys) // KEY_BYTES
 
     def touch(self, segment: Segment, now: int) -> None:
-        """Record a use of all blocks from the root to the end of ``segment``, the deepest one of a chain.
-
-        Children protect their parents, and a parent inherits the recency of a removed child.
-        """
+        """Record a use of ``segment``, a chain's deepest; parents inherit the recency of removed children."""
         if segment.parent is not None:
             segment.last_use = now
             for policy in self._policies(segment):

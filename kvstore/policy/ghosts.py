@@ -9,10 +9,7 @@ from kvstore.policy.protocol import Evictable
 
 
 class Ghosts:
-    """Recent evictions: the first block of each, and its number of blocks.
-
-    A chain that returns resumes at the first evicted block, so its key identifies the eviction.
-    """
+    """Recent evictions: the key of the first block of each, where a chain that returns resumes, and the block count."""
 
     __slots__ = ("_cuts", "blocks")
 

@@ -160,7 +160,7 @@ class S3Fifo(_Probation[S], Generic[S]):
     """Evict from a small queue of new segments; segments used twice move to the main queue."""
 
     NEW_SHARE, GHOST_SHARE, MOVING, MOST = 0.1, 0.9, 2, 3
-    """As Yang et al.: a tenth for new segments, as many ghosts as main blocks, two uses to move, at most three counted."""
+    """As Yang et al.: a tenth for new segments, as many ghosts as main blocks, two uses to move, three counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,10 +213,7 @@ class S3Fifo(_Probation[S], Generic[S]):
 
 
 class Arc(_TwoQueues[S], Generic[S]):
-    """Evict by last use from segments used once or segments used again, balanced by ghosts.
-
-    A segment that returns after an eviction increases the share of its side.
-    """
+    """Evict by last use from segments used once or again; an evicted one that returns enlarges its side."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,10 +48,7 @@ class Run:
 
 
 def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, int]:
-    """Split a batch into runs of blocks to write.
-
-    Returns the runs, the number of blocks already stored, and the number of blocks whose parent was removed meanwhile.
-    """
+    """Return a batch as runs to write, and the numbers of stored blocks and of blocks without a parent."""
     runs: list[Run] = []
     present = orphans = 0
     staged: set[BlockKey] = set()

@@ -17,10 +17,7 @@ from kvstore.tier.ssd.tier import SsdTier
 
 @dataclass(eq=False)
 class Removal:
-    """Deletes blocks and namespace names. A failed delete is retried with the next one.
-
-    Threads: one at a time, under the writer's lock of changes, without the context's lock.
-    """
+    """Deletes blocks and names; retries failed deletes. One thread, under the writer's lock, not the context's."""
 
     context: Context
     ssd: SsdTier
@@ -70,10 +67,7 @@ class Limit:
 
 @dataclass(eq=False)
 class Eviction:
-    """Frees space on the medium in the order of the index's policy.
-
-    Threads: one at a time, under the writer's lock of changes, without the context's lock.
-    """
+    """Frees space in the policy's order. Threads: one, under the writer's lock of changes, not the context's."""
 
     context: Context
     ssd: SsdTier

@@ -168,10 +168,7 @@ def _new_share(entry: _SharedStore) -> Share[Any]:
 
 
 def _on_dropped(shared: OpenStore) -> None:
-    """Start a thread that closes a store whose last share was dropped, as by an interrupt.
-
-    Runs at the end of a reference, perhaps under any lock: it takes no lock and does not wait.
-    """
+    """Start a thread that closes a store without shares, as after an interrupt. Takes no lock and does not wait."""
     entries = list(_open_stores.values())
     if shared.is_closed or any(entry.is_held for entry in entries if entry.shared is shared):
         return

@@ -73,10 +73,7 @@ class Retention:
         return [(keys, {"expires": stored_expiry(expires)})] if keys else []
 
     def renew(self, renewal: Renewal) -> list[Amendment]:
-        """Make stored blocks the most recent, extend their expiry, and pin them on request.
-
-        Returns the changes of records, for ``amend`` after the lock is released.
-        """
+        """Make stored blocks the most recent, extend their expiry, pin on request; return what ``amend`` must write."""
         prefix = renewal.prefix
         position = self.index.match(prefix.path[: renewal.blocks * KEY_BYTES])
         if not position.depth:

@@ -41,10 +41,7 @@ _FACT = "scrub"
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A rate limit that holds on average: the caller waits after taking too much.
-
-    In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
-    """
+    """A rate limit on average: in t seconds at most ``burst + t * rate`` tokens are taken, plus one amount."""
 
     rate: float  # tokens per second
     burst: float  # most tokens that idle time accumulates

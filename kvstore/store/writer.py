@@ -174,10 +174,7 @@ class StoreWriter:
                 self.namespaces.release(number)
 
     def flush(self) -> None:
-        """Wait until every block accepted before is durable against power loss.
-
-        Raises ``StoreError`` if the writer thread failed or the medium cannot be synced.
-        """
+        """Wait until every block accepted before is durable. Raises ``StoreError`` if a write or the sync failed."""
         self.queue.drain()
         failure, self.queue.failure = self.queue.failure, None
         if failure is not None:

@@ -30,10 +30,7 @@ class DeviceTier:
     name = "device"
 
     def __init__(self, frame_format: Frames, capacity_bytes: int, device: str) -> None:
-        """Allocate all pages. Raises ``ConfigError`` if the device is missing or too small.
-
-        Outside inference mode, so that the pages can be written in it and outside it.
-        """
+        """Allocate all pages. Raises ``ConfigError`` if the device is missing or too small."""
         self._format = frame_format
         self.layout = frame_format.layout
         self.capacity_bytes = capacity_bytes
@@ -41,7 +38,7 @@ class DeviceTier:
         self.page_count = capacity_bytes // self.page_bytes
         try:
             self.device = torch.device(device)
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(mode=False):  # pages made in it can only be written in it
                 self.tensors = {
                     group.name: torch.empty(
                         (

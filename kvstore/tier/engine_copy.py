@@ -40,10 +40,7 @@ class PagedEntries:
     """
 
     def __init__(self, layout: Layout, pages: Pages, tokens: int) -> None:
-        """Check that ``pages`` can contain tokens ``[0, tokens)``.
-
-        Raises ``ValueError`` naming the group, what was expected and what was found.
-        """
+        """Check that ``pages`` can contain tokens ``[0, tokens)``; raise ``ValueError`` naming group and mismatch."""
         if pages.layout_tag != ENTRIES_TAG:
             raise ValueError(
                 f"pages have layout tag {pages.layout_tag!r}, expected {ENTRIES_TAG!r}: give views with "

@@ -40,10 +40,7 @@ def pages_of(frame_bytes: IntOrArray) -> IntOrArray:
 
 
 def usage_of(records: Iterable[Record], frame_bytes: int = 2**32) -> Counter[int]:
-    """Return the bytes that the frames of each namespace occupy in the file, computed from their records.
-
-    A damaged record with more than ``frame_bytes`` counts as ``frame_bytes``.
-    """
+    """Return the bytes of each namespace's frames in the file, by records; damaged sizes count as ``frame_bytes``."""
     usage: Counter[int] = Counter()
     for record in records:
         usage[record.namespace_id] += pages_of(min(record.frame_bytes, frame_bytes)) * PAGE_BYTES

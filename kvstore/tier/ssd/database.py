@@ -178,10 +178,7 @@ def _preallocate(path: Path, options: SsdOptions, used: int) -> None:
 
 
 def allocate(file: Path, first: int, size: int) -> None:
-    """Allocate disk space for bytes ``[first, first + size)`` of a file, without changing its content.
-
-    Raises ``OSError`` if not all of it could be allocated; a part may be.
-    """
+    """Allocate bytes ``[first, first + size)`` of a file on disk, or raise ``OSError`` (with a part allocated)."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # not enforced below the file's length
     if most != resource.RLIM_INFINITY and first + size > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))

@@ -13,10 +13,7 @@ class DirectFile:
     """A file opened for direct reads, which bypass the page cache, so that no hot page is evicted. Threads: one."""
 
     def __init__(self, path: Path, largest: int) -> None:
-        """Open ``path`` for reads of up to ``largest`` bytes, including the bytes before them in a page.
-
-        Raises ``OSError`` if the file system has no direct reads.
-        """
+        """Open ``path`` for reads of up to ``largest`` bytes from a page. Raises ``OSError`` if unsupported."""
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
         self._memory = mmap.mmap(-1, (-(-largest // PAGE_BYTES) + 1) * PAGE_BYTES)
         self._fd = os.open(path, flags)

@@ -1,7 +1,4 @@
-"""The directory of a store: its permissions, and the test of whether it is a store.
-
-Locks are in ``owner_lock``, the format in ``version_file``. None of these modules opens the database.
-"""
+"""The directory of a store: its permissions, and the test of whether it is a store. The database is not opened."""
 
 from __future__ import annotations
 

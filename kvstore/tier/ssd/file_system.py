@@ -23,10 +23,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escape of white space. Sour
 
 
 def check_file_system(path: Path) -> None:
-    """Check the type of an owner's file system; warn about a layered one.
-
-    Raises ``ConfigError`` for a network file system or FUSE, where locks and maps are unreliable.
-    """
+    """Warn about a layered file system; raise ``ConfigError`` for a network one or FUSE (unreliable locks)."""
     kind = type_of(path)
     if kind in _NETWORK_TYPES or kind.startswith("fuse"):
         what = "FUSE" if kind.startswith("fuse") else "a network file system"

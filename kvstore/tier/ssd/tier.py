@@ -154,7 +154,7 @@ class SsdTier:
     # ---- reading -------------------------------------------------------------------------------
 
     def records(self) -> Records:
-        """Return all valid records of the last committed state, without payloads. Cost: 0.3 µs and 80 bytes a block."""
+        """Return all valid records of the last committed state. Cost: 0.3 µs and 80 bytes a block."""
         with self._using(), self._begin(buffers=True) as txn:
             cursor: Any = txn.cursor(self._meta)
             return Records(b"".join(btree.rows(cursor, KEY_BYTES, RECORD_BYTES)))
@@ -337,10 +337,7 @@ class SsdTier:
         uses: Mapping[BlockKey, int] | None = None,
         facts: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write blocks, new ticks of used blocks, and facts, in one durable transaction.
-
-        Raises one of ``MEDIUM_ERRORS``; then nothing was written.
-        """
+        """Write blocks, new ticks of used blocks, and facts, all or none, durably. Raises one of ``MEDIUM_ERRORS``."""
         replaced: list[Record] = []
 
         def write(txn: Any) -> None:
@@ -475,10 +472,7 @@ class SsdTier:
                 raise
 
     def _change(self, write: Callable[[Any], None], *, buffers: bool = False) -> None:
-        """Call ``write`` in one durable transaction, which returns views with ``buffers``.
-
-        Not a context manager: an interrupt on entry would leave its transaction open.
-        """
+        """Call ``write`` in one durable transaction. A context manager interrupted on entry would leave it open."""
         with self._writing, self._using():
             self._heal()
             self._clear_readers()
