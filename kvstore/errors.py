@@ -2,7 +2,7 @@
 
 KVStoreError
 ├── ConfigError      an option is impossible or contradicts another        (fix the option)
-├── LayoutMismatch   the store at this path contains blocks of another layout (use another path)
+├── LayoutMismatch   the store at this path has another layout             (use another path)
 ├── StoreBusy        another process owns the store                        (open it as a reader)
 ├── CapacityError    a tier has no space without evicting pinned blocks    (shed load)
 ├── StoreError       a tier failed or is not a store                       (serve without it)

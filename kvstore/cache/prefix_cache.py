@@ -92,8 +92,8 @@ class PrefixCache(Scope, Sharing):
             must continue from its last value.
             ``preallocate``: allocate all disk space now. ``debug``: poison window rows on free.
             ``ssd_formats``: quantize float entries at rest, as ``{"v": "nvfp4"}`` or one format for all GLOBAL groups;
-            reads return the dequantized values in the layout's format. ``"zstd"`` compresses without loss the blocks
-            that get a page smaller. docs/quality.md lists the costs.
+            reads return the dequantized values in the layout's format. ``"zstd"`` compresses blocks without
+            loss if they become a page smaller. docs/quality.md lists the costs.
             ``error_budget``: highest relative root-mean-square error of a group in a quantized block. A block above it,
             or with a NaN or an infinity, is stored unquantized.
             ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background, 0 for never. Bad
@@ -121,8 +121,8 @@ class PrefixCache(Scope, Sharing):
         """
         values = locals()
         given = {name: values[name] for name in _CHECKS}
-        whose: object = namespace
-        if not isinstance(whose, Namespace):
+        checked: object = namespace
+        if not isinstance(checked, Namespace):
             raise ConfigError(f"namespace must be a kvstore.Namespace, found {brief(namespace)}")
         choice(role, "role", ROLES, ConfigError)
         quota = quota_bytes(ssd_quota)
