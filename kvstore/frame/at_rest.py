@@ -2,7 +2,7 @@
 
 Blocks are converted when stored and converted back when read. *Quantized* groups are FP4 or FP8: the error of each
 block is measured, and a block whose error exceeds the budget, or with a NaN or an infinity, is stored *lossless*, in
-the engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not get a page smaller is
+the engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not shrink by a page is
 stored uncompressed.
 """
 
