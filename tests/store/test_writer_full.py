@@ -192,7 +192,9 @@ def test_an_allocation_that_fails_half_way_is_undone(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", half)
-        with pytest.raises(StoreError, match=f"refused: {os.strerror(code)}; nothing was allocated"):
+        with pytest.raises(
+            StoreError, match=f"refused: {os.strerror(code)}; nothing was allocated"
+        ):
             open_cache(path, ssd_bytes="8MiB", preallocate=True)
     assert taken(path) <= before + (128 << 10)  # some pages of trees, of the 8 MiB
     with open_cache(path) as cache:
