@@ -1,8 +1,7 @@
 """Persistent KV cache for LLM inference: prefix KV on GPU and SSD, sliding-window KV in host memory.
 
-``__all__`` is the public contract: an adapter of an engine needs these names, ``kvstore.errors`` and
-``kvstore.fp4``, and no other module. Importing this package does not import torch; the names of
-``_ON_FIRST_USE`` are imported on first access.
+``__all__`` is the public contract: an engine adapter needs these names, ``kvstore.errors`` and ``kvstore.fp4``, and no
+other module. Importing this package does not import torch; the names of ``_ON_FIRST_USE`` are imported on first access.
 """
 
 from importlib import import_module

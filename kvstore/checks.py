@@ -1,7 +1,7 @@
-"""Checks of arguments: each returns the value as a plain Python type or raises an error.
+"""Validation of arguments: each function returns the value as a plain Python type or raises an error.
 
-Errors name the argument, the accepted values and the value found. They are ``ValueError``, or the
-type given as ``error`` (``ConfigError`` for options). A bool is no number here.
+Errors name the argument, the accepted values and the value found. They are ``ValueError``, or the type given as
+``error`` (``ConfigError`` for options). A bool does not count as a number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import numpy as np
 
 from kvstore.errors import brief
 
-ROLES = ("auto", "owner", "reader")
-"""Roles of a process in a store."""
+ROLES = ("auto", "owner", "reader")  # roles of a process in a store
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer of any type, and no bool."""
+    """Return whether a value is an integer of any type, but not a bool."""
     return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number of any type, and no bool."""
+    """Return whether a value is a real number of any type, but not a bool."""
     return isinstance(value, (float, Real, np.number)) and not isinstance(value, bool | np.bool_)
 
 
@@ -44,7 +43,7 @@ def integer(
     high: int | None = None,
     error: type[Exception] = ValueError,
 ) -> int:
-    """Return an integer in ``[low, high]`` as an int; None is no bound, and 16.0 is no integer."""
+    """Return an integer in ``[low, high]`` as an int; None is no bound, and 16.0 is not an integer."""
     if is_integer(value) and (low is None or low <= value) and (high is None or value <= high):
         return int(value)
     if low is None:
@@ -95,10 +94,7 @@ def several(
     error: type[Exception] = ValueError,
     most: int | None = None,
 ) -> list[Any]:
-    """Return the items of a sequence or an iterator; text, bytes, sets and mappings are refused.
-
-    ``what`` names the items in the message. At most ``most + 1`` items are read.
-    """
+    """Return at most ``most + 1`` items of an iterable, named ``what``; text, bytes, sets and mappings are refused."""
     found: list[Any] | None = None
     if not isinstance(value, str | bytes | bytearray | Mapping | Set):
         try:

@@ -1,7 +1,4 @@
-"""Old module names, importable with a ``DeprecationWarning`` that names the new module.
-
-The only place for deprecated modules. docs/upgrade.md lists them.
-"""
+"""Old module names, importable with a ``DeprecationWarning`` that names the new module. See docs/upgrade.md."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ REMOVED_IN = "0.3"
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finds a moved module. It comes last, so an import that succeeds without it never asks it."""
+    """Finds a moved module. It is last in the path, so it is not used for imports that succeed without it."""
 
     @override
     def find_spec(

@@ -1,7 +1,7 @@
 """Name, version and extras of the distribution, and the check for torch.
 
-torch is an extra. A module whose whole job is tensors imports it at its top; the places that lead
-there call :func:`require_torch` first. A function that was given a tensor needs no check.
+torch is an extra. A module that only handles tensors imports it at its top; its callers call :func:`require_torch`
+first. A function that receives a tensor needs no check.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ def install_command(extra: str) -> str:
 
 
 def has_torch() -> bool:
-    """Say whether torch is installed, without importing it."""
+    """Return whether torch is installed, without importing it."""
     try:
         return find_spec("torch") is not None
-    except (ImportError, ValueError):  # ValueError: a module without a spec stands in for it
+    except (ImportError, ValueError):  # ValueError: a module without a spec replaces it
         return False
 
 
 def require_torch() -> None:
-    """Import torch.
-
-    Raises:
-        ConfigError: naming the extra to install, if torch cannot be imported.
-    """
+    """Import torch. Raises ``ConfigError`` naming the extra to install, if torch cannot be imported."""
     try:
         import_module("torch")
     except ImportError as error:

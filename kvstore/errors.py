@@ -2,14 +2,14 @@
 
 KVStoreError
 ├── ConfigError      an option is impossible or contradicts another        (fix the option)
-├── LayoutMismatch   the store at this path holds blocks of another layout (use another path)
+├── LayoutMismatch   the store at this path has another layout             (use another path)
 ├── StoreBusy        another process owns the store                        (open it as a reader)
 ├── CapacityError    a tier has no space without evicting pinned blocks    (shed load)
 ├── StoreError       a tier failed or is not a store                       (serve without it)
-└── TraceError       a file is no trace, or has an invalid line            (fix the file)
+└── TraceError       a file is not a trace, or has an invalid line         (fix the file)
 
-A miss is no error: lookups return it. Invalid arguments raise ``ValueError``, whose message has the
-value found and the values expected; ``ConfigError`` is a ``ValueError`` for options.
+A miss is not an error: lookups return it. Invalid arguments raise ``ValueError``, whose message has the value found and
+the values expected; ``ConfigError`` is a ``ValueError`` for options.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ MOST_SHOWN = 200
 
 
 def brief(value: object) -> str:
-    """Return the start of a value's ``repr`` for an error, its type if ``repr`` fails.
-
-    It fails for lists that are too deep and integers with too many digits.
-    """
+    """Return the start of a value's ``repr`` for an error, or its type if ``repr`` fails, as for very deep lists."""
     if isinstance(value, str) and len(value) > MOST_SHOWN:
         value = f"{value[:MOST_SHOWN]}..."
     try:
@@ -59,10 +56,10 @@ class CapacityError(KVStoreError):
 
 
 class TraceError(KVStoreError):
-    """A file is no trace, or has an invalid line."""
+    """A file is not a trace, or has an invalid line."""
 
     def __init__(self, path: Path | str, fault: str, line: int = 0) -> None:
-        """``line`` counts from 1; 0 stands for the whole file."""
+        """``line`` counts from 1; 0 is the whole file."""
         super().__init__(path, fault, line)
         self.path, self.fault, self.line = str(path), fault, line
 

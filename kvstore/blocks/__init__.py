@@ -1,5 +1,4 @@
-"""``BlockStore``: blocks of one size on SSD under keys that callers choose.
+"""``BlockStore``: blocks of one size on SSD under keys chosen by callers.
 
-Start with ``block_store`` (the public class), then ``keyed`` (its operations on one open store) and ``keys`` (keys as
-blocks of a chain).
+Start with ``block_store`` (the public class), then ``keyed`` (its operations) and ``keys`` (keys as blocks of a chain).
 """

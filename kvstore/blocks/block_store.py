@@ -26,22 +26,21 @@ from kvstore.tier.ssd.values import SsdOptions
 
 
 class BlockStore(Sharing):
-    """A store of blocks of one size under keys that callers choose, on SSD.
+    """A store of blocks of one size on SSD under keys chosen by callers, for engines with their own hashes.
 
-    For engines with their own hashes. A key is up to ``key_bytes`` bytes, or a string, which means its
-    UTF-8 bytes. It is stored whole and compared on every read, so two keys never share a block. The
-    caller includes in it whatever distinguishes blocks (model, formats, tenant, ...).
+    A key is up to ``key_bytes`` bytes, or a string, encoded as UTF-8. It is stored whole and compared on every read,
+    so two keys never share a block. The caller includes in it whatever distinguishes blocks (model, formats, tenant,
+    ...).
 
-    A context manager: leaving it flushes and closes. A store dropped without ``close`` is closed in
-    the background. Openings of one directory in one process share one store and are counted; options
-    that differ from those of the first are refused. A forked child must reopen. Buffers belong to the
-    caller: no reference is kept after a call returns.
+    A context manager that flushes and closes on exit. A store dropped without ``close`` is closed in the background.
+    Openings of one directory in one process share one store; options that differ from those of the first are refused. A
+    forked child must reopen. No reference to a caller's buffer is kept after a call returns.
 
     Threads: every method may be called from any thread of the process that opened it.
     """
 
     def __init__(self, holding: Share[KeyedBlocks], block_bytes: int, key_bytes: int) -> None:
-        """Use a share of an open store; use ``open``."""
+        """Use a share of an open store. Called by ``open``."""
         self._share = holding
         self._shared = holding.shared
         self.block_bytes = block_bytes
@@ -62,29 +61,26 @@ class BlockStore(Sharing):
         secret: bool | None = None,
         request_share: float | None = None,
     ) -> Self:
-        """Open the store in directory ``path``, creating it if need be.
+        """Open the store in directory ``path``; create it if it does not exist.
 
-        An option of None is left out: it has its default, or its value in the store that this process
-        already has open.
+        An option of None has its default, or the value in force if this process has the store open.
 
-        ``ssd_bytes``: hard cap of the file, in bytes or as text; 4 GiB by default.
-        ``role``: ``"auto"`` owns the store if no process does, and reads it otherwise.
-        ``preallocate``: take the disk space now, all or none.
-        ``on_removed``: called with the ``block_id`` of each block that the owner evicts, deletes or
-        finds bad, in any thread and under a lock: it must only record it.
-        ``scrub_bytes_per_second``: rate at which the owner checks every block in turn in the
-        background; 0 for no scrub.
-        ``secret``: hash keys with a random secret, kept in the store's directory. A store is made with
-        or without one, permanently.
-        ``request_share``: largest share of the store, in (0, 1], that one chain of parents may take;
-        a half by default. Further blocks of a chain are dropped and counted in ``dropped_blocks``.
+        Options:
+            ``ssd_bytes``: hard cap of the file, in bytes or as text; 4 GiB by default.
+            ``role``: ``"auto"`` owns the store if no process does, and reads it otherwise.
+            ``preallocate``: allocate the disk space now, all or nothing.
+            ``on_removed``: called with the ``block_id`` of each block that the owner evicts, deletes or finds bad, in
+            any thread and under a lock: it must only record it.
+            ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background; 0 for no scrub.
+            ``secret``: hash keys with a random secret in the store's directory. Fixed when the store is created.
+            ``request_share``: largest share of the store, in (0, 1], for one chain of parents; a half by default.
+            Further blocks of a chain are dropped and counted in ``dropped_blocks``.
 
         Raises:
-            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
-                from those with which this process has the store open; each is named.
-            LayoutMismatch: if the store holds blocks of another size or key length, or of a
-                ``PrefixCache``, or has a secret and is opened without or the other way round; it is
-                left untouched.
+            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ from those of the
+                store as opened by this process; each is named.
+            LayoutMismatch: if the store contains blocks of another size or key length, or of a ``PrefixCache``, or has
+                a secret and is opened without or vice versa; it is left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or a reader finds none there.
         """
@@ -138,15 +134,14 @@ class BlockStore(Sharing):
         """Queue blocks; return for each whether it is stored or queued.
 
         Shapes:
-            ``sources[i]`` holds exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or
-            bytes, of any dtype and shape. A contiguous one on the host is copied once.
+            ``sources[i]`` has exactly ``block_bytes`` bytes: a NumPy array, a torch tensor or bytes, of any dtype and
+            shape. A contiguous one on the host is copied once.
 
-        A key that is already stored keeps its bytes and its parent, and counts as used. ``parents[i]``
-        is the key of the parent of block i (None for none): it must be stored, queued, or earlier in
-        this call. A parent is evicted after its children. A False means that the queue stayed full
-        for ``wait`` seconds, the parent is unknown, the disk failed, or this is a reader; it is
-        counted, and other blocks are not affected. Blocks are durable once ``flush`` has returned; a
-        queued block that the disk refuses is lost.
+        A key that is already stored keeps its bytes and its parent, and counts as used. ``parents[i]`` is the key of
+        the parent of block i (None for none): it must be stored, queued, or earlier in this call. A parent is evicted
+        after its children. False means that the queue was full for ``wait`` seconds, the parent is unknown, the disk
+        failed, or this is a reader; it is counted, and other blocks are not affected. Blocks are durable after
+        ``flush``; a queued block that cannot be written is lost.
 
         Raises:
             ValueError: for a bad argument, before anything is stored.
@@ -165,12 +160,12 @@ class BlockStore(Sharing):
         """Copy blocks into ``targets``, verified; return for each whether it was copied.
 
         Shapes:
-            ``targets[i]`` has exactly ``block_bytes`` bytes: a writable, contiguous NumPy array,
-            bytearray or torch tensor on the host, of any dtype and shape.
+            ``targets[i]`` has exactly ``block_bytes`` bytes: a writable, contiguous NumPy array, bytearray or torch
+            tensor on the host, of any dtype and shape.
 
-        A target is written wholly or not at all. A bad block is a miss: it is counted and deleted
-        with its descendants, and later keys are still served. Blocks stored at the start of the call
-        are not evicted before it returns.
+        A target is written completely or not at all. A bad block is a miss: it is counted and deleted with its
+        descendants, and later keys are still read. Blocks stored at the start of the call are not evicted before it
+        returns.
 
         Raises:
             ValueError: for a bad argument, before anything is written.
@@ -182,17 +177,11 @@ class BlockStore(Sharing):
         return shared.get(blocks, arrays)
 
     def exists(self, keys: Sequence[Key]) -> int:
-        """Return how many leading keys are stored. Neither pins the blocks nor marks them as used.
-
-        A queued block counts from its commit on.
-        """
+        """Return the number of leading keys that are stored, not queued. Neither pins blocks nor marks them used."""
         return self._guarded().exists(self._named(keys))
 
     def listing(self) -> list[tuple[bytes, bytes]]:
-        """Return the ``block_id`` and the key of every stored block, in no particular order.
-
-        Cost: one page read of each block.
-        """
+        """Return the ``block_id`` and the key of every stored block, in no order. Cost: one page read per block."""
         return [(bytes(block_id), key) for block_id, key in self._guarded().listing()]
 
     def block_id(self, key: Key) -> bytes:
@@ -200,10 +189,9 @@ class BlockStore(Sharing):
         return self._name(key).key
 
     def delete(self, keys: Sequence[Key]) -> int:
-        """Delete blocks and their descendants; return how many blocks were deleted in all.
+        """Delete blocks and their descendants; return the number of blocks deleted.
 
-        A block that is pinned, or has a pinned descendant, is kept. Waits for the commit of queued
-        blocks.
+        A block that is pinned, or has a pinned descendant, is kept. Waits for the commit of queued blocks.
 
         Raises:
             StoreBusy: in a reader.
@@ -213,8 +201,8 @@ class BlockStore(Sharing):
     def pin(self, keys: Sequence[Key]) -> list[bool]:
         """Pin blocks, and with them their ancestors, against eviction and ``delete``. Pins are counted.
 
-        Returns for each key whether it is stored; only stored blocks are pinned. Pins are in memory:
-        they end with ``unpin`` or with the process.
+        Returns for each key whether it is stored; only stored blocks are pinned. Pins are in memory: they end with
+        ``unpin`` or with the process.
 
         Raises:
             StoreBusy: in a reader.
@@ -222,7 +210,7 @@ class BlockStore(Sharing):
         return self._guarded().pin(self._named(keys))
 
     def unpin(self, keys: Sequence[Key]) -> None:
-        """Release one pin of each key. Keys without a pin are ignored.
+        """Release one pin of each key; keys without a pin are ignored.
 
         Raises:
             StoreBusy: in a reader.
@@ -232,7 +220,7 @@ class BlockStore(Sharing):
     # ---- the store -----------------------------------------------------------------------------
 
     def clear(self) -> int:
-        """Delete every block, pinned or not; return how many were deleted."""
+        """Delete every block, pinned or not; return the number deleted."""
         return self._guarded().clear()
 
     def flush(self) -> None:
@@ -281,7 +269,7 @@ class BlockStore(Sharing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyedOptions:
-    """Checked options of one opening, with defaults for those that were left out."""
+    """Validated options of one opening, with defaults for omitted ones."""
 
     layout: Layout
     key_bytes: int
@@ -330,7 +318,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "secret": partial(flag, error=ConfigError),
     "request_share": share_of,
 }
-"""Check of each option that may be left out."""
+"""Validation of each optional argument."""
 
 
 def _wait(given: object) -> float:

@@ -1,7 +1,7 @@
 """An open store of blocks under callers' keys: look-up, storing, reading, pins and deletion by key.
 
-Each block is the end of a chain of parents. A block without a parent is a chain of one. Eviction
-takes leaves first: without parents that is plain LRU.
+Each block is the end of a chain of parents, of one block if it has no parent. Eviction removes leaves first, which
+without parents is plain LRU.
 """
 
 from __future__ import annotations
@@ -30,25 +30,19 @@ from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import BUSY
 
-Bytes = NDArray[np.uint8]
-"""A block's bytes, uint8 ``[block_bytes]``."""
+Bytes = NDArray[np.uint8]  # a block's bytes, uint8 ``[block_bytes]``
 
 
 @dataclass(slots=True)
 class _Pin:
     """The pins of one key."""
 
-    segment: Segment
-    """The segment that ends with its block; not live once the block was discarded as bad."""
+    segment: Segment  # ends with its block; not live after a discard as bad
     count: int
 
 
 class KeyedBlocks(OpenStore):
-    """An open store of blocks under callers' keys, shared by all its openings.
-
-    Invariants:
-        A key has one block and one parent: those of the first ``put``.
-    """
+    """An open store of blocks under callers' keys. The first ``put`` determines the block and the parent of a key."""
 
     def __init__(
         self,
@@ -64,8 +58,7 @@ class KeyedBlocks(OpenStore):
         self.keys_root = keys_root
         self._index = KeyedIndex(Lru[Segment](), on_removed)
         self._pins: dict[BlockKey, _Pin] = {}
-        self._putting = threading.Lock()
-        """Held from the check whether keys are known until they are queued. Acquired before any other lock."""
+        self._putting = threading.Lock()  # from look-up to queuing; acquired before other locks
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
@@ -122,7 +115,7 @@ class KeyedBlocks(OpenStore):
         parents: Sequence[NamedBlock | None],
         wait: float,
     ) -> list[bool]:
-        """Queue blocks that are not known yet; return for each whether it is stored or queued now."""
+        """Queue new blocks; return for each block whether it is now stored or queued."""
         if self.writer is None:
             self.context.count_drop("reader", len(blocks))
             return [False] * len(blocks)
@@ -152,7 +145,7 @@ class KeyedBlocks(OpenStore):
         at: int,
         deadline: float,
     ) -> int:
-        """Queue the blocks from ``at`` on that form a chain of new blocks; return its end."""
+        """Queue the new blocks from ``at`` on that form a chain; return its end."""
         with self.context.lock:
             if self._parent(blocks[at].key) is not None:
                 self.metrics.present_blocks += 1
@@ -168,7 +161,7 @@ class KeyedBlocks(OpenStore):
                     break
                 seen.add(key)
                 stop += 1
-            # The chain of an unknown parent is its key alone, which the writer does not know either.
+            # The chain of an unknown parent is its key alone, which is unknown to the writer too.
             above = b"" if parent is None else self._chain(parent.key)
         below = self.keys_root if parent is None else parent.hash
         chain = KeyChain(self.keys_root, above, below, blocks[at:stop])
@@ -188,13 +181,13 @@ class KeyedBlocks(OpenStore):
     # ---- reading -------------------------------------------------------------------------------
 
     def get(self, blocks: Sequence[NamedBlock], targets: Sequence[Bytes]) -> list[bool]:
-        """Copy blocks to ``targets``, verified, each wholly or not at all; return which were copied."""
+        """Copy blocks to ``targets``, verified, each completely or not at all; return which were copied."""
         with self._reading(blocks) as wanted:
             return self._read(blocks, targets, wanted)
 
     @contextmanager
     def _reading(self, blocks: Sequence[NamedBlock]) -> Iterator[list[int]]:
-        """Pin the stored blocks of ``blocks`` during a read; yields their positions."""
+        """Pin the stored blocks of ``blocks`` during a read; yield their positions."""
         writer = self.writer
         if writer is None:
             yield list(range(len(blocks)))
@@ -220,7 +213,7 @@ class KeyedBlocks(OpenStore):
             return self._counted(good, 0.0)
         asked = [blocks[i] for i in wanted]
         target = self._frames.apart_target([targets[i] for i in wanted])
-        # Checked before the copy: a target contains the block or stays unchanged.
+        # Verified before the copy: a target contains the block or is unchanged.
         reader = self._frames.reader(target, any_parent=True, checks_first=True)
         done = 0
 
@@ -232,7 +225,7 @@ class KeyedBlocks(OpenStore):
         def take_many(i: int, file: int, offsets: NDArray[np.int64]) -> int:
             assert reader is not None
             some = asked[done + i : done + i + len(offsets)]
-            # The parent is not checked, so any hash serves as the first one's.
+            # The parent is not compared, so any hash serves as the first one's.
             hashes = self.keys_root + b"".join([block.hash for block in some])
             ids = np.concatenate([block.words for block in some])
             return reader.read(file, offsets, hashes, ids, done + i)
@@ -264,7 +257,7 @@ class KeyedBlocks(OpenStore):
         return good
 
     def _discard(self, block: NamedBlock, fault: str) -> None:
-        """Count a bad block and, as the owner, delete it and its descendants."""
+        """Count a bad block; in the owner, delete it and its descendants."""
         if self.writer is None and fault == "missing":
             return  # never stored, or evicted by the owner
         if fault == BUSY:
@@ -281,7 +274,7 @@ class KeyedBlocks(OpenStore):
         self.writer.discard(chain)
 
     def exists(self, blocks: Sequence[NamedBlock]) -> int:
-        """Return how many leading blocks are stored. Neither counts nor marks them as used."""
+        """Return the number of leading blocks that are stored. Neither counts nor marks them as used."""
         keys = [block.key for block in blocks]
         if self.writer is None:
             try:
@@ -299,7 +292,7 @@ class KeyedBlocks(OpenStore):
 
         def take(key: BlockKey, frame: memoryview) -> None:
             form = self.format.form_of(frame)
-            if form.header(frame) is not None:  # else a read reports it as bad
+            if form.header(frame) is not None:  # otherwise a read reports it as bad
                 found.append((key, key_of(form.tokens(frame))))
 
         try:
@@ -314,14 +307,12 @@ class KeyedBlocks(OpenStore):
         """Pin stored blocks, and with them their ancestors; return which are stored."""
         writer = self.require_writer("pins")
         with self.context.lock:
-            pinned = [block.key in self._index.parents for block in blocks]
-            self._use(
-                writer, [b.key for b, is_there in zip(blocks, pinned, strict=True) if is_there]
-            )
-            for block, is_there in zip(blocks, pinned, strict=True):
-                if is_there:
-                    self._pin(block.key)
-            return pinned
+            stored = [block.key in self._index.parents for block in blocks]
+            keys = [block.key for block, is_stored in zip(blocks, stored, strict=True) if is_stored]
+            self._use(writer, keys)
+            for key in keys:
+                self._pin(key)
+            return stored
 
     def _pin(self, key: BlockKey) -> None:
         held = self._pins.get(key)
@@ -347,7 +338,7 @@ class KeyedBlocks(OpenStore):
                         self._index.unpin(held.segment)
 
     def delete(self, blocks: Sequence[NamedBlock]) -> int:
-        """Delete blocks and their descendants, unless pinned; return how many were deleted."""
+        """Delete unpinned blocks and their descendants; return the number deleted."""
         writer = self.require_writer("deletes")
         with self.context.lock:
             is_waiting = any(writer.queued_parent(block.key) is not None for block in blocks)
@@ -363,7 +354,7 @@ class KeyedBlocks(OpenStore):
         return count
 
     def clear(self) -> int:
-        """Delete every block, pinned or not; return how many were deleted."""
+        """Delete every block, pinned or not; return the number deleted."""
         return self.require_writer("clears").clear(self.keys_root)
 
     def stats(self) -> dict[str, Any]:

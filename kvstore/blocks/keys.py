@@ -1,7 +1,7 @@
-"""Keys of callers as blocks: the hash, the frame and the chain of a block under a caller's key.
+"""Callers' keys as blocks: the hash, the frame and the chain of a block under a caller's key.
 
-A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's
-key, so a frame contains the whole key and a read compares it byte by byte. docs/format.md, section 6.
+A block is one entry of raw bytes in a layout of one GLOBAL group. Its token ids are the caller's key, so a frame
+contains the whole key and a read compares it byte by byte. docs/format.md, section 6.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey, block_key
 from kvstore.identity.hash import block_hash, root_digest
 from kvstore.layout import LayerGroup, Layout
 
-Key = bytes | str
-"""A caller's key. A string means its UTF-8 bytes."""
+Key = bytes | str  # a caller's key. A string is encoded as UTF-8.
 
 KEYS_NAMESPACE: Mapping[str, Any] = {"model": "keys of callers"}
 """The namespace of all blocks under callers' keys."""
-GROUP = "block"
-"""Name of the group."""
-KEY_BYTES_LIMIT = 4096
-"""Largest ``key_bytes`` of a store: each block has room for a key of that length."""
+GROUP = "block"  # name of the group
+KEY_BYTES_LIMIT = 4096  # reserved in each block of a store with such keys
 
 
 def keys_root(secret: bytes | None) -> BlockHash:
@@ -62,11 +59,7 @@ class NamedBlock:
 
 
 def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
-    """Return the words and the hash of a caller's key, under the ``keys_root`` of its store.
-
-    Raises:
-        ValueError: if it is neither bytes nor a string, or too long.
-    """
+    """Return a key's words and hash under ``keys_root``. Raises ``ValueError`` for other types or too long a key."""
     given: object = key
     if isinstance(given, str):
         data = given.encode("utf-8", "surrogatepass")
@@ -75,34 +68,29 @@ def named(key: Key, key_bytes: int, root: BlockHash) -> NamedBlock:
     else:
         raise ValueError(f"a key must be bytes or str, found {type(given).__name__}")
     if len(data) > key_bytes:
-        msg = (
+        raise ValueError(
             f"a key has {len(data)} bytes, expected at most {key_bytes}; hash long keys, or open "
             "a store with a larger key_bytes"
         )
-        raise ValueError(msg)
     raw = (len(data).to_bytes(4, "little") + data).ljust(4 * key_words(key_bytes), b"\0")
     ids = np.frombuffer(raw, "<u4").astype(np.uint32, copy=False)
     return NamedBlock(ids, block_hash(root, raw))
 
 
 def key_of(words: NDArray[np.uint32]) -> bytes:
-    """Return the caller's key of the words that ``named`` returned."""
+    """Return the caller's key from the words returned by ``named``."""
     return words[1:].astype("<u4").tobytes()[: int(words[0])]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChain:
-    """A chain of blocks under callers' keys: those to store, and the keys of their ancestors."""
+    """A chain of blocks under callers' keys: the blocks to store, and the keys of their ancestors."""
 
-    root: BlockHash
-    """The ``keys_root`` of the store."""
-    above: bytes
-    """Concatenated keys of their ancestors from the root on."""
-    parent: BlockHash
-    """Hash of the last ancestor; the root if there is none."""
+    root: BlockHash  # the ``keys_root`` of the store
+    above: bytes  # concatenated keys of the ancestors from the root on
+    parent: BlockHash  # hash of the last ancestor; the root if there is none
     blocks: Sequence[NamedBlock]
-    path: bytes = field(default=b"", init=False)
-    """Concatenated keys of all blocks from the root on."""
+    path: bytes = field(default=b"", init=False)  # concatenated keys of all blocks from the root on
 
     def __post_init__(self) -> None:
         """Concatenate the keys."""

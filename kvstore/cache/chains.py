@@ -1,4 +1,4 @@
-"""Chains of one namespace: from token ids to the block hashes under the generation in force."""
+"""Chains of one namespace: block hashes of token ids under the generation in force."""
 
 from __future__ import annotations
 
@@ -25,45 +25,38 @@ if TYPE_CHECKING:
 
 
 class Generations:
-    """The newest generation of each line of namespaces: as recorded, and as begun in this process.
+    """The newest generation of each lineage, as recorded and as begun in this process.
 
-    A line is all generations of one namespace, named by the root of generation 0 in hex.
-
-    Threads: any.
+    A lineage is all generations of one namespace, named by the root of generation 0 in hex. Threads: any.
     """
 
     def __init__(self, store: OpenStore) -> None:
         self._store = store
         self._lock = store.context.lock
-        self._newest: dict[str, int] = {}
-        """By line, without lines at 0: most never begin a generation, and every salt has a line."""
+        self._newest: dict[str, int] = {}  # by lineage, without those at 0, which are most
 
-    def current(self, line: str, given: int) -> int:
-        """Return the newer of the given and the recorded generation.
-
-        Raises:
-            StoreError: if the record cannot be read; a guess could bring old weights back.
-        """
+    def current(self, lineage: str, given: int) -> int:
+        """Return the newer of the given and the recorded generation. Raises ``StoreError`` if it cannot be read."""
         path = self._store.ssd.path
         with self._lock:
-            known = self._newest.get(line)
+            known = self._newest.get(lineage)
         if known is None or not self._store.is_owner:  # another process may have begun a newer one
             try:
-                known = generations.recorded(self._store.ssd, line)
+                known = generations.recorded(self._store.ssd, lineage)
             except MEDIUM_ERRORS as error:
                 msg = f"the generation recorded in {path} cannot be read: {error}"
                 raise StoreError(msg) from error
         with self._lock:
-            known = max(known, self._newest.get(line, 0))
+            known = max(known, self._newest.get(lineage, 0))
             if known:
-                self._newest[line] = known
+                self._newest[lineage] = known
         return max(given, known)
 
-    def is_current(self, line: str, generation: int) -> bool:
-        """Say whether this process knows no newer generation of a line."""
-        return self._newest.get(line, 0) <= generation
+    def is_current(self, lineage: str, generation: int) -> bool:
+        """Return whether this process has seen no newer generation of a lineage."""
+        return self._newest.get(lineage, 0) <= generation
 
-    def record(self, line: str, generation: int) -> None:
+    def record(self, lineage: str, generation: int) -> None:
         """Record a generation durably.
 
         Raises:
@@ -73,36 +66,31 @@ class Generations:
         """
         ssd = self._store.require_writer("bumps the generation").ssd
         if generation > generations.LAST_GENERATION:
-            msg = (
+            raise ConfigError(
                 f"the namespace's generation is {generation - 1}, and no later one is recorded than "
                 f"{generations.LAST_GENERATION}: name the new weights in its weights field"
             )
-            raise ConfigError(msg)
         try:
-            generations.record(ssd, {line: generation})
+            generations.record(ssd, {lineage: generation})
         except MEDIUM_ERRORS as error:
             msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
             raise StoreError(msg) from error
         with self._lock:
-            self._newest[line] = max(generation, self._newest.get(line, 0))
+            self._newest[lineage] = max(generation, self._newest.get(lineage, 0))
 
 
 class Chains:
-    """The chains of one namespace: prefixes of requests, and the matches that belong to it.
-
-    Threads: any.
-    """
+    """The chains of one namespace: prefixes of requests, and their matches. Threads: any."""
 
     def __init__(self, shared: SharedTiers, namespace: Namespace) -> None:
         self._shared = shared
-        self._roots: frozenset[BlockHash] = frozenset()
-        """Roots of all generations so far: matches of an older one stay valid."""
+        self._roots: frozenset[BlockHash] = frozenset()  # of all generations: matches stay valid
         self._bind(namespace)
 
     def _bind(self, namespace: Namespace) -> None:
         """Set the root of the generation in force."""
-        self.line = self._root_of(replace(namespace, generation=0)).hex()
-        generation = self._shared.generations.current(self.line, namespace.generation)
+        self.lineage = self._root_of(replace(namespace, generation=0)).hex()
+        generation = self._shared.generations.current(self.lineage, namespace.generation)
         self.namespace = replace(namespace, generation=generation)
         self.root = self._root_of(self.namespace)
         self._roots |= {self.root}
@@ -114,15 +102,15 @@ class Chains:
         )
 
     def follow(self) -> None:
-        """Change to the generation that another scope of this namespace has begun."""
-        if not self._shared.generations.is_current(self.line, self.namespace.generation):
+        """Change to the newest generation begun by another scope of this namespace."""
+        if not self._shared.generations.is_current(self.lineage, self.namespace.generation):
             self._bind(self.namespace)
 
     def begin_generation(self) -> int:
         """Record the next generation and change to it; return its number."""
         self.follow()
         newer = self.namespace.generation + 1
-        self._shared.generations.record(self.line, newer)
+        self._shared.generations.record(self.lineage, newer)
         self._bind(replace(self.namespace, generation=newer))
         return newer
 
@@ -133,7 +121,7 @@ class Chains:
 
         Raises:
             StoreError: after ``close`` or in a forked child.
-            ValueError: for tokens that are no token ids, or an image span beyond them.
+            ValueError: for tokens that are not token ids, or an image span beyond them.
         """
         self._shared.check_open()
         self.follow()
@@ -148,15 +136,14 @@ class Chains:
             if image.stop > count:
                 msg = f"image span [{image.start}, {image.stop}) ends beyond {count} tokens"
                 raise ValueError(msg)
-        # A match outlives the call; its caller's buffer may not.
+        # A match outlives the call; the caller's buffer may not.
         ids, hashes = identify(self.root, tokens, self._shared.block_tokens, images)
         return Prefix(self.root, ids, hashes, images, self._shared.block_tokens)
 
     def check(self, match: object) -> Match:
         """Return a match of this namespace. Raises ``ValueError`` for anything else.
 
-        A match of another store names blocks that are not here; one of another namespace names
-        blocks under other hashes.
+        A match of another store names blocks that are not in this one; in another namespace hashes differ.
         """
         if not isinstance(match, Match):
             raise ValueError(f"match must come from lookup, found {brief(match)}")
@@ -164,9 +151,7 @@ class Chains:
             msg = f"the match is of another store than {self._shared.ssd.path}; look up in this one"
             raise ValueError(msg)
         if match.prefix.root not in self._roots:
-            msg = (
-                f"the match is of another namespace than {self.namespace}; look up in the scope that "
-                "reads it"
+            raise ValueError(
+                f"the match is of another namespace than {self.namespace}; look up in the scope that reads it"
             )
-            raise ValueError(msg)
         return match

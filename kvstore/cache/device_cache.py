@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """The prefixes in one device tier, which is made on first use.
+    """The prefixes in one device tier, which is created on first use.
 
-    Invariants:
-        Every indexed block has one page. A page is free, private, or holds one indexed block.
+    Every indexed block has one page. A page is free, private, or contains one indexed block.
 
     Threads: any. Copies run without the lock, into pages that no lookup finds yet.
     """
@@ -51,7 +50,7 @@ class DeviceCache:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier was made."""
+        """Whether the tier was created."""
         return self._tier is not None
 
     @property
@@ -85,7 +84,7 @@ class DeviceCache:
         return PinnedPages(self, pins, page_ids=ids, tokens=tokens, tensors=tensors)
 
     def _fill(self, prefix: Prefix, hit: int, limits: Limits) -> tuple[list[int], PagePins]:
-        """Pin the pages of the first ``hit`` blocks, reading the missing ones into new pages."""
+        """Pin the pages of the first ``hit`` blocks; read the missing ones into new pages."""
         tier, pins = self.tier, PagePins()
         fresh: list[int] = []
         stop = have = 0
@@ -130,7 +129,7 @@ class DeviceCache:
                     self.tier.free(pins.private)
 
     def _take_pages(self, count: int) -> list[int]:
-        """Allocate up to ``count`` pages, evicting blocks without a pin."""
+        """Allocate up to ``count`` pages, evicting unpinned blocks."""
         short = count - self.tier.free_pages
         if short > 0:
             keys = self.index.evict(short, self._context.wall_clock())
@@ -142,7 +141,7 @@ class DeviceCache:
         self.tier.free([self._page_of.pop(key) for key in keys])
 
     def _adopt(self, prefix: Prefix, first: int, pages: list[int], expires: float) -> None:
-        """Index filled pages; free those of blocks that another thread has indexed since."""
+        """Index filled pages; free those of blocks that another thread has indexed meanwhile."""
         stop = first + len(pages)
         present = self.index.match(prefix.head(stop))
         known = max(first, present.depth)
@@ -162,24 +161,23 @@ class DeviceCache:
             self.index.renew(segment, expires)
 
     def allocate(self, count: int) -> PinnedPages:
-        """Take ``count`` private pages. Raises ``CapacityError`` if fewer are free or unpinned."""
+        """Allocate ``count`` private pages. Raises ``CapacityError`` if fewer are free or unpinned."""
         tier = self.tier
         with self._context.lock:
             pages = self._take_pages(count)
             if len(pages) < count:
                 tier.free(pages)
-                msg = (
-                    f"{count} device pages asked for, {len(pages)} of {tier.page_count} are free or "
+                raise CapacityError(
+                    f"{count} device pages were requested, {len(pages)} of {tier.page_count} are free or "
                     "unpinned; release pages or raise device_bytes"
                 )
-                raise CapacityError(msg)
         return self._pinned(pages, PagePins(private=pages), count * self._block_tokens)
 
     def publish(self, prefix: Prefix, first: int, pages: PinnedPages) -> int:
-        """Index private pages that hold blocks ``[first, ...)`` of ``prefix``.
+        """Index private pages with blocks ``[first, ...)`` of ``prefix``.
 
-        Pages of blocks that are indexed already stay private. Returns the block up to which the tier
-        now holds the prefix; 0 if it lacks blocks before ``first``.
+        Pages of blocks that are already indexed remain private. Returns the block up to which the tier now contains the
+        prefix; 0 if it lacks blocks before ``first``.
         """
         pins = pages.pins
         ids: list[int] = pages.page_ids[: len(prefix.hashes) - first].tolist()
@@ -192,7 +190,7 @@ class DeviceCache:
                 return 0
             shared = [page for page in ids[present - first :] if page in pins.private]
             if len(shared) < len(ids) - (present - first):
-                raise ValueError("some of these pages are published already, and hold other blocks")
+                raise ValueError("some of these pages are already published with other blocks")
             pins.private = [page for page in pins.private if page not in shared]
             self._adopt(prefix, stop - len(shared), shared, NEVER)
             self._pin(prefix, stop, pins)
@@ -207,12 +205,9 @@ class DeviceCache:
         offset: int,
         batch: PartBatch | None = None,
     ) -> int:
-        """Copy blocks ``[first, stop)`` to host entries that start at block ``offset``.
-
-        Returns the block after the last one copied.
-        """
+        """Copy blocks ``[first, stop)`` to host entries that start at block ``offset``; return the end."""
         pins = PagePins()
-        with self._context.lock:  # a match that is not entered may have lost its pins
+        with self._context.lock:  # a match that was not entered may have lost its pins
             have = self._pin(prefix, stop, pins)
             pages = [self._page_of[key] for key in prefix.keys(first, have)]
         try:
@@ -223,7 +218,7 @@ class DeviceCache:
         return max(first, have)
 
     def clear(self, root: BlockHash) -> None:
-        """Evict the pages of one namespace. Pinned ones stay until released, and no lookup finds them."""
+        """Evict the pages of one namespace. Pinned ones remain until released, but no lookup finds them."""
         if self.is_open:
             self.index.expire_namespace(_number(root))
             self._free(self.index.evict(0, self._context.wall_clock()))
@@ -248,5 +243,5 @@ class DeviceCache:
 
 
 def _number(root: BlockHash) -> int:
-    """Return the number of a namespace in this index, derived from its root, so that none is stored."""
+    """Return a namespace's number in this index, derived from its root, so that none is stored."""
     return int.from_bytes(root[:8], "big")

@@ -1,4 +1,4 @@
-"""The device tier as an engine uses it."""
+"""The engine's interface to the device tier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class DeviceHandle:
-    """The pages of the device tier: gather entries from them, or fill new ones in place.
-
-    Threads: any.
-    """
+    """The pages of the device tier: gather entries from them, or fill new ones in place. Threads: any."""
 
     def __init__(self, device: DeviceCache) -> None:
         self._device = device
@@ -36,12 +33,12 @@ class DeviceHandle:
         """Return decoded entries of one layer from loaded pages.
 
         Shapes:
-            ``entry_indices``: int ``[queries, k]``, -1 for none (zeros), or None for all entries
-            as one query. Returns ``[queries, k, values]`` of ``dtype`` on the tier's device.
+            ``entry_indices``: int ``[queries, k]``, -1 for none (zeros), or None for all entries as one query.
+            Returns ``[queries, k, values]`` of ``dtype`` on the tier's device.
 
         Raises:
-            ValueError: for an unknown group or dtype, a layer outside the group, an index beyond
-                the pages, or pages that were released or are of another store.
+            ValueError: for an unknown group or dtype, a layer outside the group, an index beyond the pages, or pages
+                that were released or belong to another store.
 
         Cost: reads only the rows of ``entry_indices``.
         """
@@ -51,7 +48,7 @@ class DeviceHandle:
         if text(group, "group") not in known:
             raise ValueError(f"unknown GLOBAL group {group!r}, expected one of {', '.join(known)}")
         if pages.is_released:
-            msg = "these pages were released, and may hold another prefix by now; load the match again"
+            msg = "these pages were released and may contain another prefix; load the match again"
             raise ValueError(msg)
         number = integer(layer, "layer")
         return tier.gather(pages.page_ids, known[group], number, entry_indices, dtype)
@@ -61,7 +58,7 @@ class DeviceHandle:
 
         Raises:
             CapacityError: if fewer pages are free or unpinned.
-            ValueError: if ``count`` is no positive integer.
+            ValueError: if ``count`` is not a positive integer.
         """
         return self._device.allocate(integer(count, "count", 1))
 

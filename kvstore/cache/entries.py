@@ -1,4 +1,4 @@
-"""Host arrays of entries: results of reads, checked arguments of stores."""
+"""Host arrays of entries: results of reads, and validated arguments of stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StoreOptions:
 
     namespace: Mapping[str, Any]
     wait: float
-    """Most seconds to wait for room in the queue."""
+    """Most seconds to wait for space in the queue."""
     ttl: float | None
     is_pinned: bool
 
@@ -29,11 +29,11 @@ class Stored:
     """The result of a ``store`` or ``save``."""
 
     end: int
-    """Leading tokens that are stored or queued now."""
+    """Leading tokens that are now stored or queued."""
     present: int
-    """Offered blocks that were stored or queued before."""
+    """Offered blocks that were already stored or queued."""
     dropped: int
-    """Offered blocks that were not taken; ``stats`` counts them by reason in ``dropped_blocks``."""
+    """Offered blocks that were not accepted; ``stats`` counts them by reason in ``dropped_blocks``."""
 
 
 class Entries(dict[str, NDArray[np.uint8]]):
@@ -63,11 +63,7 @@ def host_entries(
         raise ValueError(f"entries must map GLOBAL groups to arrays, found {type(given).__name__}")
     missing, unknown = groups.keys() - entries.keys(), entries.keys() - groups.keys()
     if missing or unknown:
-        wrong = (
-            f"group {min(missing)!r} is missing"
-            if missing
-            else f"group {min(unknown)!r} is unknown"
-        )
+        wrong = f"group {min(missing or unknown)!r} is {'missing' if missing else 'unknown'}"
         msg = f"entries: {wrong}, expected exactly {sorted(groups)}, found {sorted(entries)}"
         raise ValueError(msg)
     arrays = {}
@@ -75,11 +71,10 @@ def host_entries(
         array = _on_host(name, entries[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
         if array.shape != expected:
-            msg = (
+            raise ValueError(
                 f"entries of group {name!r} for tokens [{start}, {stop}): expected shape "
                 f"{list(expected)} (layers, entries, bytes of an entry), found {list(array.shape)}"
             )
-            raise ValueError(msg)
         arrays[name] = array
     return arrays
 

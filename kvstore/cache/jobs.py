@@ -1,7 +1,4 @@
-"""Background saves from an engine's pages and loads into them.
-
-A lookup or the engine has decided which blocks to copy.
-"""
+"""Background saves from an engine's pages and loads into them; a lookup or the engine has chosen the blocks."""
 
 from __future__ import annotations
 
@@ -34,20 +31,16 @@ if TYPE_CHECKING:
     from kvstore.tier.engine_copy import PagedEntries
 
 STAGING_BYTES = 64 << 20
-"""Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far
-more memory free."""
-POLL_SECONDS = 0.02
-"""Interval at which a wait for an event checks for cancellation."""
-QUEUED_JOBS = 256
-"""Most jobs in the queue of a thread. A job holds references and no copies. vLLM runs at most 256
-requests at a time by default, so one job of each fits."""
+"""Most host memory of a job, if one block fits: larger copies are not faster, and engines leave far more free."""
+POLL_SECONDS = 0.02  # interval at which a wait for an event checks for cancellation
+QUEUED_JOBS = 256  # most jobs in a thread's queue: vLLM runs 256 requests by default
 
 
 class DeviceEvent(Protocol):
     """An event of a device, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> object:
-        """Return when the device has reached the event."""
+        """Wait until the device has reached the event."""
         ...
 
 
@@ -56,9 +49,9 @@ Event = threading.Event | DeviceEvent
 
 
 def await_event(event: Event | None, job: Job | None = None, deadline: float = math.inf) -> bool:
-    """Wait for an event; say whether it happened within the deadline and ``BARRIER_SECONDS``.
+    """Wait for an event; return whether it occurred within the deadline and ``BARRIER_SECONDS``.
 
-    Cancelling ``job`` ends the wait, except for a device's event, whose wait cannot be interrupted.
+    Cancelling ``job`` ends the wait, except for a device event, whose wait cannot be interrupted.
     """
     if isinstance(event, threading.Event):
         for _ in range(math.ceil(BARRIER_SECONDS / POLL_SECONDS)):
@@ -91,13 +84,10 @@ class Load:
     resident: Mapping[str, int]
     target: PagedEntries
     start: int
-    stop: int
-    """A block boundary, as the end of every hit."""
+    stop: int  # a block boundary, like the end of every hit
     pins: PinSet
-    after: Event | None = None
-    """Event before which the pages must not be written."""
-    deadline: float = math.inf
-    """By ``time.monotonic``."""
+    after: Event | None = None  # event before which the pages must not be written
+    deadline: float = math.inf  # on the clock of ``time.monotonic``
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +100,7 @@ class _Chunk:
 
 
 class Jobs:
-    """Background jobs of one open store: one thread for saves and one for loads, made on first use.
-
-    Requests wait for loads and not for saves, so a load never queues behind a save.
-
-    Threads: any.
-    """
+    """Background jobs of one open store, on one thread for saves and one for loads, which never wait for saves."""
 
     def __init__(
         self,
@@ -137,7 +122,7 @@ class Jobs:
         self._is_closing = False
 
     def _submit(self, name: str, task: Callable[[], None]) -> bool:
-        """Queue a task for the thread of that name; say whether there was room."""
+        """Queue a task for the named thread; return whether there was space."""
         with self._lock:
             if self._is_closing:
                 return False
@@ -169,7 +154,7 @@ class Jobs:
         return job
 
     def drain(self) -> None:
-        """Wait until every save begun before has offered its blocks."""
+        """Wait until every save started before has offered its blocks."""
         if "save" in self._threads:
             self._threads["save"].drain()
 
@@ -189,7 +174,9 @@ class Jobs:
             job.stored = Stored(save.start, 0, stop - first)
             return
         known = min(stop, self._writes.known_blocks(save.prefix))
-        if known < first or not self._writes.is_owner:  # refused whatever the entries: copy none
+        if (
+            known < first or not self._writes.is_owner
+        ):  # refused for any entries, so none are copied
             job.stored = self._store(save, save.prefix, {}, save.start)
             return
         at = begin = max(first, known)  # known blocks are not copied from the pages
@@ -216,11 +203,11 @@ class Jobs:
         )
 
     def _load(self, job: Job, load: Load) -> None:
-        """Load batch after batch, each of all blocks: one chunk is read while the last one is copied.
+        """Load all blocks of one batch after another; a chunk is read while the previous one is copied.
 
-        A bad block ends the result, also where earlier part_batches had it. With a deadline there is one
-        batch of all layers, so that the blocks in time are usable. The first chunk is read before
-        ``after`` happens, and copied then.
+        A bad block ends the result, even if earlier batches had read it. With a deadline there is one batch of all
+        layers, so that the blocks loaded in time are usable. The first chunk is read before ``after`` occurs and
+        copied then.
         """
         size = self._block_tokens
         first, end = load.start // size, load.stop // size
@@ -268,7 +255,7 @@ class Jobs:
         entries: Mapping[str, NDArray[np.uint8]],
         until: int,
     ) -> bool:
-        """Copy a chunk's tokens below ``until`` layer by layer; say whether all were copied."""
+        """Copy a chunk's tokens below ``until`` layer by layer; return whether all were copied."""
         base = chunk.first * self._block_tokens
         begin = max(load.start, base)
         if until <= begin:
@@ -298,7 +285,7 @@ def _chunks(batch: PartBatch, first: int, stop: int) -> list[_Chunk]:
 
 
 class _Stage:
-    """A host buffer that chunks of a load use one after the other."""
+    """A host buffer used by one chunk of a load after another."""
 
     def __init__(self, frames: Frames, size: int) -> None:
         self._frames = frames

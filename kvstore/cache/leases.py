@@ -1,4 +1,4 @@
-"""Leases and pins of one open store: they protect blocks and windows from eviction."""
+"""Leases and pins of one open store, which protect blocks and windows from eviction."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvstore.store.writer import StoreWriter
 from kvstore.tier.window import WindowPool
 
 LEASE_SECONDS = 30.0
-"""How long a lookup protects its blocks. Mooncake's lease is 5 to 10 s; engines queue requests for
-longer, and an expired lease costs a shorter hit, never an error."""
+"""Time for which a lookup protects its blocks. Mooncake's lease is 5 to 10 s; engines queue requests for longer, and
+an expired lease costs a shorter hit, never an error."""
 
 
 class Leases:
-    """Pin sets over the indexes of all tiers and the window pool.
+    """Pin sets in the indexes of all tiers and in the window pool.
 
-    A lease is a pin set that expires after ``LEASE_SECONDS``; a pin never does.
+    A lease is a pin set that expires after ``LEASE_SECONDS``; a pin never expires.
 
     Threads: any; the store's lock serialises every call.
     """
@@ -65,7 +65,7 @@ class Leases:
         return pins
 
     def lend(self, prefix: Prefix, blocks: int, request: RequestKey | None) -> PinSet:
-        """Pin as ``pin`` does, until the lease expires. ``request`` names the match as long."""
+        """Pin as ``pin`` does, until the lease expires. ``request`` identifies the match until then."""
         pins = self.pin(prefix, blocks)
         pins.expires, pins.request = self._context.clock() + LEASE_SECONDS, request
         if pins.segments or pins.snapshot is not None or request is not None:
@@ -84,7 +84,7 @@ class Leases:
                 self._window.unpin(pins.snapshot)
 
     def expire(self) -> list[PinSet]:
-        """Release and return the leases that have expired. A lease that became a pin is dropped."""
+        """Release and return the expired leases. A lease that became a pin is dropped from the queue."""
         expired, now = [], self._context.clock()
         while self._lent:
             pins = self._lent[0]

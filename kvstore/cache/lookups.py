@@ -1,4 +1,4 @@
-"""Lookups of one open store: from the prefix of a request to a match, and back to no pins."""
+"""Lookups of one open store: matches of request prefixes, and the life cycle of their pins."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ UNMEASURED_READ_BYTES_PER_SECOND = 0.3e9
 
 
 class Lookups:
-    """Finds matches, keeps those that request ids name, and turns leases into pins.
-
-    Threads: any; the store's lock serialises every call.
-    """
+    """Finds matches, keeps them by request id, and turns leases into pins. Threads: any, under the store's lock."""
 
     def __init__(
         self, store: OpenStore, frame_format: Frames, leases: Leases, window: WindowPool
@@ -72,7 +69,7 @@ class Lookups:
             return match
 
     def _stored_blocks(self, chain: bytes) -> int:
-        """Return how many leading blocks the medium holds, for a process without an index."""
+        """Return the number of leading blocks on the medium, for a process without an index."""
         try:
             return self._store.ssd.leading_run(chain, self._context.wall_clock())
         except MEDIUM_ERRORS as error:
@@ -80,13 +77,13 @@ class Lookups:
             return 0
 
     def _hit_tokens(self, prefix: Prefix, blocks: int, *, needs_window: bool) -> int:
-        """Return the hit in tokens when ``blocks`` leading blocks are stored."""
+        """Return the hit in tokens if ``blocks`` leading blocks are stored."""
         if needs_window:
             blocks = self._window.longest(prefix.hashes, blocks)
         return blocks * self._block_tokens
 
     def _known(self, request: RequestKey, prefix: Prefix) -> Match | None:
-        """Return the match of a request id; forget it if it was of other tokens."""
+        """Return the match of a request id; remove it if it was of other tokens."""
         known = self._by_request.get(request)
         if known is None:
             return None
@@ -106,10 +103,10 @@ class Lookups:
             metrics.block_lookups_without_hit += not match.hit_tokens
         metrics.check_alarms()
 
-    # ---- the life of a match -------------------------------------------------------------------
+    # ---- life cycle of a match ---------------------------------------------------------------------
 
     def enter(self, match: Match) -> None:
-        """Turn a match's lease into a pin. An expired lease is taken again, perhaps shorter."""
+        """Turn a match's lease into a pin. An expired lease is renewed, perhaps for fewer blocks."""
         self._store.check_open()
         blocks = match.hit_tokens // self._block_tokens
         with self._context.lock:
@@ -125,14 +122,14 @@ class Lookups:
             match.shrink(self._hit_tokens(match.prefix, blocks, needs_window=match.needs_window))
 
     def leave(self, match: Match) -> None:
-        """Drop a match's pin at the last of its exits."""
+        """Drop a match's pin at its last exit."""
         match.entered = max(0, match.entered - 1)
         if match.pins is not None and not match.entered:
             self._leases.release(match.pins)
             self._forget_pins(match.pins)
 
     def shrink(self, match: Match, hit_tokens: int) -> None:
-        """Shorten a hit, and pin the pooled window of the shorter one instead."""
+        """Shorten a hit, and pin the pooled window of the shorter hit instead."""
         with self._context.lock:
             match.hit_tokens, match.snapshot, pins = hit_tokens, None, match.pins
             if pins is None or pins.is_released:
@@ -148,12 +145,12 @@ class Lookups:
             match.snapshot = pins.snapshot
 
     def expire(self) -> None:
-        """Release expired leases and forget the request ids that named them."""
+        """Release expired leases and remove their request ids."""
         for pins in self._leases.expire():
             self._forget_pins(pins)
 
     def _forget_pins(self, pins: PinSet) -> None:
-        """Forget the request id of a pin set, unless it names another match by now."""
+        """Remove the request id of a pin set, unless it identifies another match by now."""
         if pins.request is None:
             return
         with self._context.lock:
@@ -162,7 +159,7 @@ class Lookups:
                 del self._by_request[pins.request]
 
     def forget(self, request: RequestKey) -> None:
-        """Forget a request id and release its lease. Unknown ids are ignored."""
+        """Remove a request id and release its lease. Unknown ids are ignored."""
         with self._context.lock:
             match = self._by_request.pop(request, None)
             if match is not None and match.pins is not None and match.pins.expires != NEVER:

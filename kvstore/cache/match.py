@@ -40,7 +40,7 @@ class PinSet:
 
 @dataclass(slots=True)
 class PagePins:
-    """Pages of the device tier that one ``PinnedPages`` protects until release."""
+    """Pages of the device tier protected by one ``PinnedPages`` until release."""
 
     segments: list[Segment] = field(default_factory=list)
     """Pinned segments of the device tier's index."""
@@ -50,10 +50,10 @@ class PagePins:
 
 
 class Match:
-    """The longest reusable prefix of a request, as ``lookup`` found it.
+    """The longest reusable prefix of a request, returned by ``lookup``.
 
-    ``lookup`` leases its blocks, so they cannot be evicted before they are loaded. Entering the
-    match turns the lease into a pin; leaving it drops the pin.
+    ``lookup`` leases its blocks, so that they are not evicted before they are loaded. Entering the match turns the
+    lease into a pin; leaving it drops the pin.
 
     Threads: one at a time.
     """
@@ -80,9 +80,9 @@ class Match:
         self.pins = pins
         self.request_id = request_id
         self.needs_window = needs_window
-        """Whether a hit counts only with its window, because the engine cannot replay."""
+        """Whether a hit requires its window, because the engine cannot replay."""
         self.entered = 0
-        """Number of entries without an exit yet."""
+        """Number of entries without an exit."""
         self.pages: PinnedPages | None = None
         """Pages of the last ``load``."""
 
@@ -102,7 +102,7 @@ class Match:
 
     @property
     def window_hit(self) -> bool:
-        """Whether the pool holds the window that ends at H."""
+        """Whether the pool contains the window that ends at H."""
         return self.snapshot is not None and self.snapshot.stop == self.hit_tokens > 0
 
     @property
@@ -133,11 +133,11 @@ class Match:
 
     @property
     def worth_loading(self) -> bool:
-        """Whether loading the hit is faster than computing it, by the speeds measured so far."""
+        """Whether loading the hit is faster than computing it, by the measured speeds."""
         return self.lookups.is_worth_loading(self)
 
     def shrink(self, hit_tokens: int) -> None:
-        """Shorten the hit to ``hit_tokens``, or less where a window is needed."""
+        """Shorten the hit to ``hit_tokens``, or less if a window is needed."""
         if hit_tokens < self.hit_tokens:
             self.lookups.shrink(self, hit_tokens)
 
@@ -156,10 +156,10 @@ class Match:
 
 
 class PinnedPages(Pages):
-    """Pages of the device tier with a pin of their own.
+    """Pages of the device tier with their own pin.
 
-    The pin lasts until ``release``, also after the match was left. Pages of ``device.allocate`` are
-    private until ``publish``.
+    The pin lasts until ``release``, also after the match was left. Pages of ``device.allocate`` are private until
+    ``publish``.
     """
 
     def __init__(
@@ -174,18 +174,18 @@ class PinnedPages(Pages):
         super().__init__(tensors, page_ids)
         self.device = device
         self.tokens = tokens
-        """Leading tokens in the pages; of private pages, the tokens that fit."""
+        """Leading tokens in the pages; for private pages, the tokens that fit."""
         self.pins = pins
 
     @property
     def is_released(self) -> bool:
-        """Whether the pin was dropped, so that the pages may hold other blocks."""
+        """Whether the pin was dropped, so that the pages may contain other blocks."""
         return self.pins.is_released
 
     def release(self) -> None:
         """Drop the pin and free private pages. Idempotent.
 
-        The pages may be overwritten at once: the device must have run every kernel that reads them.
+        The pages may be overwritten at once: every kernel that reads them must have finished on the device.
         """
         self.device.release(self.pins)
 

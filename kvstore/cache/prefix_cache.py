@@ -1,4 +1,4 @@
-"""The public prefix cache: its options, their checks, and the wiring of options to objects."""
+"""The public prefix cache: its options, their validation, and the objects built from them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixCache(Scope, Sharing):
-    """A persistent KV cache for token prefixes: one open store, as one namespace sees it.
+    """A persistent KV cache for token prefixes: one open store, seen by one namespace.
 
-    A context manager that flushes and closes on exit. A cache that is dropped without ``close`` is
-    closed in the background, once its last scope is dropped. A second opening of the same directory
-    in one process shares the first one; options that differ from it are refused.
+    A context manager that flushes and closes on exit. A cache dropped without ``close`` is closed in the background,
+    once its last scope is dropped. A second opening of the same directory in one process shares the first one; options
+    that differ from it are refused.
     """
 
     @classmethod
@@ -75,56 +75,54 @@ class PrefixCache(Scope, Sharing):
         policy: str | Policy[Any] | None = None,
         request_share: float | None = None,
     ) -> Self:
-        """Open the store in directory ``path``; create it if the directory holds none.
+        """Open the store in directory ``path``; create it if the directory contains none.
 
-        An option of None has its default (:class:`PrefixOptions`), or the value in force if this
-        process has the store open.
+        An option of None has its default (:class:`PrefixOptions`), or the value in force if this process has the store
+        open.
 
         Options:
             ``block_tokens``: tokens per block. ``ssd_bytes``: hard cap of the store's file.
-            ``device``, ``device_bytes``: torch device and capacity of the device tier; 0 for none. Both
-            need the extra ``torch``; without it there is no device tier, and ``load`` raises.
-            ``window_bytes``, ``window_ttl``: capacity of the window pool, 0 for none, and seconds
-            until a window expires. ``window_rows``: rows kept of a window (default W; with 2W - 2
-            every continuation is exact).
-            ``role``: ``"auto"`` owns the store unless another process does, else reads it.
-            ``clock``: replaces the system's clocks for leases and expiries. Expiries survive a
-            restart, so it must continue from its last value.
+            ``device``, ``device_bytes``: torch device and capacity of the device tier; 0 for none. Both need the extra
+            ``torch``; without it there is no device tier, and ``load`` raises.
+            ``window_bytes``, ``window_ttl``: capacity of the window pool, 0 for none, and seconds until a window
+            expires.
+            ``window_rows``: rows kept of a window (default W; with 2W - 2 every continuation is exact).
+            ``role``: ``"auto"`` owns the store unless another process does, in which case it is a reader.
+            ``clock``: replaces the system's clocks for leases and expiries. Expiries persist across restarts, so it
+            must continue from its last value.
             ``preallocate``: allocate all disk space now. ``debug``: poison window rows on free.
-            ``ssd_formats``: quantize float entries at rest, as ``{"v": "nvfp4"}`` or one format for
-            all GLOBAL groups; reads return the dequantized values in the layout's format. ``"zstd"``
-            compresses without loss, in blocks a page smaller for it. docs/quality.md has the costs.
-            ``error_budget``: highest relative root-mean-square error of a group in a quantized
-            block. A block above it, or with a NaN or an infinity, is stored unquantized.
-            ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background,
-            0 for never. Bad blocks are removed with their descendants, and counted.
-            ``read_threads``: threads of one read, its caller included (default: one per processor, at
-            most 4).
+            ``ssd_formats``: quantize float entries at rest, as ``{"v": "nvfp4"}`` or one format for all GLOBAL groups;
+            reads return the dequantized values in the layout's format. ``"zstd"`` compresses blocks without
+            loss if they become a page smaller. docs/quality.md lists the costs.
+            ``error_budget``: highest relative root-mean-square error of a group in a quantized block. A block above it,
+            or with a NaN or an infinity, is stored unquantized.
+            ``scrub_bytes_per_second``: rate at which the owner verifies all blocks in the background, 0 for never. Bad
+            blocks are removed with their descendants, and counted.
+            ``read_threads``: threads of one read, including the caller (default: one per processor, at most 4).
             ``ssd_quota``: cap of this ``namespace``'s bytes on SSD; see ``scope``.
-            ``secret``: hash under a random secret in the store's directory, so that prompts cannot
-            be confirmed by their hashes. Fixed when the store is made.
-            ``policy``: eviction order on SSD: a name of ``kvstore policies``, or an object with the
-            methods of ``kvstore.policy.protocol.Policy`` for this store alone. Its state does not
-            survive a restart. If it raises or chooses no evictable segment, LRU replaces it until
-            the store is reopened: counted as ``policy_errors``, logged once, an alarm in ``stats``.
-            ``request_share``: largest part of the tier that the blocks of one request may take.
+            ``secret``: hash under a random secret in the store's directory, so that prompts cannot be confirmed by
+            their hashes. Fixed when the store is created.
+            ``policy``: eviction order on SSD: a name of ``kvstore policies``, or an object with the methods of
+            ``kvstore.policy.protocol.Policy`` for this store alone. Its state is lost at a restart. If it raises or
+            chooses no evictable segment, LRU replaces it until the store is reopened: counted as ``policy_errors``,
+            logged once, an alarm in ``stats``.
+            ``request_share``: largest part of the tier that the blocks of one request may use.
 
         Units:
             Sizes are bytes or text such as ``"4GiB"``.
 
         Raises:
-            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ
-                from those of the store as this process has it open; each is named.
-            LayoutMismatch: if the store holds blocks of another layout, was made with a secret and
-                is opened without or vice versa, or is open in this process with other groups; it is
-                left untouched.
+            ConfigError: for options that cannot work, such as a cap below 8 blocks, or that differ from those of the
+                store as opened by this process; each is named.
+            LayoutMismatch: if the store contains blocks of another layout, was created with a secret and is opened
+                without or vice versa, or is open in this process with other groups; it is left untouched.
             StoreBusy: if ``role="owner"`` and another process owns it.
             StoreError: if ``path`` is not a store, or ``role="reader"`` and there is none.
         """
         values = locals()
         given = {name: values[name] for name in _CHECKS}
-        whose: object = namespace
-        if not isinstance(whose, Namespace):
+        checked: object = namespace
+        if not isinstance(checked, Namespace):
             raise ConfigError(f"namespace must be a kvstore.Namespace, found {brief(namespace)}")
         choice(role, "role", ROLES, ConfigError)
         quota = quota_bytes(ssd_quota)
@@ -144,16 +142,14 @@ class PrefixCache(Scope, Sharing):
             raise
 
 
-READ_THREADS = 4
-"""Most threads of a read by default: four keep 128 blocks in flight on the disk; more would take
-processors from the engine."""
+READ_THREADS = 4  # keeps 128 blocks in flight; more would occupy the engine's CPUs
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "npu", "meta")
-"""Device types of torch, checked here because torch is imported with the first load."""
+"""Device types of torch, checked here because torch is imported by the first load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """Checked options of one opening, with defaults: sizes in bytes."""
+    """Validated options of one opening, with defaults; sizes in bytes."""
 
     layout: Layout
     window_rows: int
@@ -180,11 +176,7 @@ class PrefixOptions:
     def of(
         cls, layout: Layout | str | Path | Mapping[str, Any], given: Mapping[str, Any]
     ) -> PrefixOptions:
-        """Return checked options; None in ``given`` means the default.
-
-        Raises:
-            ConfigError: naming an option that cannot work.
-        """
+        """Return validated options; None in ``given`` selects the default. Raises ``ConfigError`` naming the option."""
         model_layout = layout if isinstance(layout, Layout) else layout_of(layout)
         checked: dict[str, Any] = {"window_rows": model_layout.window_tokens}
         for name, value in given.items():
@@ -200,11 +192,10 @@ class PrefixOptions:
             msg = f"window_rows must be at least W - 1 = {least}, found {rows}: fewer rows serve no hit"
             raise ConfigError(msg)
         if options.error_budget != math.inf and not loses(options.ssd_formats):
-            msg = (
+            raise ConfigError(
                 f"error_budget is {options.error_budget}, but no format at rest is lossy: name one in "
                 "ssd_formats, or leave error_budget out"
             )
-            raise ConfigError(msg)
         if ("device" in checked or checked.get("device_bytes")) and not has_torch():
             msg = f"device and device_bytes need torch, which is not installed; run: {install_command('torch')}"
             raise ConfigError(msg)
@@ -224,7 +215,7 @@ def _opening(
     frame_format = frames_of(options.layout, options.block_tokens, packing)
 
     def make_device() -> DeviceTier:
-        require_torch()  # takes seconds, so only with the first use of the device tier
+        require_torch()  # takes seconds, so only at the first use of the device tier
         from kvstore.tier.device import DeviceTier
 
         return DeviceTier(frame_format, options.device_bytes, options.device)
@@ -262,7 +253,7 @@ def _opening(
 
 
 def _device(value: object, name: str) -> str:
-    """Return a device's name. Raises ``ConfigError`` for a type that torch does not know."""
+    """Return the name of a device. Raises ``ConfigError`` for a type that torch does not support."""
     device = text(value, name, ConfigError)
     if re.fullmatch(rf"({'|'.join(DEVICES)})(:[0-9]{{1,3}})?", device) is None:
         msg = f"{name} must be one of {', '.join(DEVICES)}, perhaps with a number such as 'cuda:0', found {brief(value)}"
@@ -271,7 +262,7 @@ def _device(value: object, name: str) -> str:
 
 
 def _clock(value: object, name: str) -> Callable[[], float]:
-    """Return a clock. Raises ``ConfigError`` if it is no function."""
+    """Return a clock. Raises ``ConfigError`` if it is not a function."""
     if not callable(value):
         raise ConfigError(f"{name} must be a function that returns seconds, found {brief(value)}")
     return value
@@ -314,7 +305,7 @@ def _policy(value: object, name: str) -> str | Policy[Any]:
 
 
 def _order(policy: str | Policy[Any]) -> Policy[Any] | None:
-    """Return the policy to evict by, None for LRU."""
+    """Return the eviction policy, None for LRU."""
     if isinstance(policy, str):
         return None if policy == "lru" else make_policy(policy)
     return policy
@@ -340,4 +331,4 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "policy": _policy,
     "request_share": share_of,
 }
-"""The check of each option: takes the value and its name, raises ``ConfigError``."""
+"""The validation of each option: a function of the value and its name that raises ``ConfigError``."""

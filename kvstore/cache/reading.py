@@ -1,8 +1,8 @@
 """Reads of verified blocks: from the SSD tier by several threads, and from all tiers to host arrays.
 
-A read of a long prefix is cut into runs. Threads take them in order, so the disk reads the next runs
-while the last ones are checked and copied. The first bad, late or cancelled block ends the result;
-later runs may have been copied in vain.
+A read of a long prefix is split into runs, which threads process in order, so that the disk reads the next runs while
+previous ones are verified and copied. The first bad, late or cancelled block ends the result; later runs may have
+been copied in vain.
 """
 
 from __future__ import annotations
@@ -34,28 +34,24 @@ if TYPE_CHECKING:
     from kvstore.cache.match import Match
 
 RUN_BYTES = 16 << 20
-"""Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than one block at a time, and
-small enough for several threads to share a load. docs/ssd.md."""
-RUNS_AHEAD = 2
-"""Runs hinted to the kernel ahead of each thread: one in progress and one waiting."""
-FEW_BLOCKS = 4
-"""Fewest blocks that are read as a run: the setup takes as long as reading three blocks singly."""
+"""Most bytes of a run, if a block fits: 15 % faster for blocks of 3 MB than single blocks, and small enough for
+several threads to share a load. docs/ssd.md."""
+RUNS_AHEAD = 2  # runs hinted to the kernel ahead of each thread: one in progress and one waiting
+FEW_BLOCKS = 4  # fewest blocks read as a run: its setup costs as much as three blocks
 
 Take = Callable[[int, memoryview], str | None]
-"""Copies out the payload of block ``number`` from a frame whose head is verified; returns its fault
-or None."""
+"""Copies the payload of block ``number`` from a frame with a verified head; returns its fault or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Conditions that end a read early."""
 
-    deadline: float = math.inf
-    """By ``time.monotonic``. No run begins after it."""
+    deadline: float = math.inf  # by ``time.monotonic``. No run begins after it.
     is_cancelled: Callable[[], bool] | None = None
     may_leave: bool = True
-    """Whether the caller may return at the deadline while a run is in progress, as on a disk that
-    hangs. That run still writes to its target."""
+    """Whether the caller may return at the deadline while a run is in progress, for example on a hanging disk. That run
+    still writes to its target."""
 
     @classmethod
     def within(cls, seconds: float | None, *, may_leave: bool = True) -> Limits:
@@ -84,18 +80,14 @@ class Reading:
     task: ParallelTask
     limits: Limits
     began: float
-    faults: dict[int, str]
-    """Faults by block number. Only the first is certain; the others may be its consequences."""
+    faults: dict[int, str]  # by block number; only the first is certain, others may follow from it
 
 
 class SsdReads:
-    """Reads of prefixes from one SSD tier.
-
-    Threads: any.
-    """
+    """Reads of prefixes from one SSD tier. Threads: any."""
 
     def __init__(self, store: OpenStore, threads: int) -> None:
-        """``threads`` share a read, its caller included."""
+        """``threads`` share a read, including the caller."""
         self._store = store
         self._context = store.context
         self._format = store.format
@@ -122,10 +114,7 @@ class SsdReads:
         batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` into a frame target that starts at block ``first``.
-
-        ``batch`` names the layers of the target; None for all.
-        """
+        """Start reading blocks ``[first, stop)`` into a target from ``first`` on, of the layers of ``batch``."""
         few = stop - first < FEW_BLOCKS and batch is None
         spare = {} if few else {s: [r] for s, r in self._format.readers(target).items()}
 
@@ -134,7 +123,7 @@ class SsdReads:
 
         def take_many(size: int, start: int, i: int, file: int, offsets: NDArray[np.int64]) -> int:
             number = start + i
-            # One reader a thread: a reader serves one run at a time.
+            # One reader per thread: a reader processes one run at a time.
             reader = spare[size].pop() if spare[size] else self._format.readers(target)[size]
             hashes = prefix.run_of_hashes(number, len(offsets))
             ids = prefix.run_of_ids(number, len(offsets))
@@ -158,10 +147,10 @@ class SsdReads:
         bounds: tuple[int, int] | None = None,
         limits: Limits | None = None,
     ) -> Reading:
-        """Begin to read blocks ``[first, stop)`` and pass each to ``take``, in any order.
+        """Start reading blocks ``[first, stop)`` and pass each to ``take``, in any order.
 
-        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the
-        bytes to read of a frame, None for all.
+        ``takers`` copy runs of frames of one size, by size: see ``TakeMany``. ``bounds`` are the bytes to read of a
+        frame, None for all.
         """
         ssd, limits, faults = self._ssd, limits or Limits(), dict[int, str]()
         each = self._format.frame_bytes if bounds is None else max(1, bounds[1] - bounds[0])
@@ -206,8 +195,8 @@ class SsdReads:
     def finish(self, reading: Reading) -> int:
         """Wait for the end of a read; return the block after the last good one.
 
-        The first bad block is discarded. If the limits allow to leave, later blocks may still be
-        copied to their target for a while.
+        The first bad block is discarded. If the limits allow leaving, later blocks may still be copied to their target
+        for some time.
         """
         leaves = reading.limits.leaves
         done = reading.first + self._pool.finish(reading.task, leaves=leaves)
@@ -240,7 +229,7 @@ class SsdReads:
             self._store.writer.discard(prefix.head(number + 1))
 
     def expiry(self, prefix: Prefix, blocks: int) -> float:
-        """Return when the medium's copy of the first ``blocks`` blocks expires; ``GONE`` without one."""
+        """Return the expiry of the medium's copy of the first ``blocks`` blocks; ``GONE`` without one."""
         if self._store.writer is not None:
             position = self._store.writer.index.match(prefix.head(blocks))
             return position.segment.expires if position.depth == blocks else GONE
@@ -256,21 +245,15 @@ class HostReading:
     """A read to host entries in progress; ``HostReads.finish`` ends it."""
 
     prefix: Prefix
-    first: int
-    """Block at which the entries start."""
-    in_device: int
-    """Leading blocks, of those to read, in device pages."""
+    first: int  # block at which the entries start
+    in_device: int  # leading blocks in device pages, of those to read
     entries: Mapping[str, NDArray[np.uint8]]
     batch: PartBatch | None
-    ssd: Reading | None
-    """The part on SSD, which starts at ``first``."""
+    ssd: Reading | None  # the part on SSD, which starts at ``first``
 
 
 class HostReads:
-    """Reads to host arrays: from SSD first, then from device pages.
-
-    Threads: any.
-    """
+    """Reads to host arrays: from SSD first, then from device pages. Threads: any."""
 
     def __init__(self, frame_format: Frames, ssd: SsdReads, device: DeviceCache) -> None:
         self._format = frame_format
@@ -304,9 +287,9 @@ class HostReads:
         batch: PartBatch | None = None,
         limits: Limits | None = None,
     ) -> HostReading:
-        """Begin to copy verified blocks ``[first, stop)`` to host entries that start at ``first``.
+        """Start copying verified blocks ``[first, stop)`` to host entries that start at ``first``.
 
-        ``resident`` are the leading blocks of each tier. ``batch`` names the layers of the entries.
+        ``resident`` maps each tier to its leading blocks. ``batch`` names the layers of the entries.
         """
         on_ssd, ssd = min(stop, resident.get("ssd", 0)), None
         if on_ssd > first:

@@ -1,6 +1,6 @@
 """One namespace's view of an open store: every method that an engine calls.
 
-A scope checks arguments, turns tokens into block hashes, and delegates.
+A scope validates arguments, computes block hashes from tokens, and delegates.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Tokens = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Scope:
-    """A cache as one namespace sees it.
+    """A cache as seen by one namespace.
 
-    Scopes of one store share its tiers, capacity and counters, and never each other's blocks.
+    Scopes of one store share its tiers, capacity and counters, but not blocks.
 
-    Errors: every method raises ``StoreError`` after ``close`` and in a forked child. A missing or
-    corrupt block is a shorter hit, never an exception.
+    Errors: every method raises ``StoreError`` after ``close`` and in a forked child. A missing or corrupt block is a
+    shorter hit, never an exception.
 
     Threads: any, for every method. A ``Match`` belongs to one thread at a time.
     """
@@ -55,8 +55,7 @@ class Scope:
         self, shared: SharedTiers, namespace: Namespace, ssd_quota: int | None = None
     ) -> None:
         self._shared = shared
-        self._share: Any = None
-        """The share in the opening of the store; all its scopes keep it alive."""
+        self._share: Any = None  # the share of the store's opening, kept alive by all its scopes
         self._chains = Chains(shared, namespace)
         if ssd_quota is not None:
             shared.set_quota(self._chains.root, asdict(self.namespace), ssd_quota)
@@ -78,19 +77,19 @@ class Scope:
 
     @property
     def role(self) -> str:
-        """``"owner"`` if this process writes the store, else ``"reader"``."""
+        """``"owner"`` if this process writes the store, otherwise ``"reader"``."""
         return "owner" if self._shared.is_owner else "reader"
 
     def scope(self, namespace: Namespace, *, ssd_quota: int | str | None = None) -> Scope:
         """Return a scope of another namespace (tenant, adapter or weights) over the same tiers.
 
-        ``ssd_quota`` caps the namespace's bytes on SSD over all its generations, frames included, in
-        bytes or text such as ``"4GiB"``. Over its quota a namespace evicts its own blocks only; the
-        excess is evicted now. The quota is recorded and holds, also after a restart, until another
-        is given. 0 stores nothing. A reader ignores it.
+        ``ssd_quota`` caps the namespace's bytes on SSD over all its generations, frames included, in bytes or text
+        such as ``"4GiB"``. Over its quota a namespace evicts only its own blocks; the excess is evicted now. The quota
+        is recorded and stays in force, also after a restart, until another is given. 0 stores nothing. A reader
+        ignores it.
 
         Raises:
-            ConfigError: if ``ssd_quota`` is no size, or above 0 and below one block.
+            ConfigError: if ``ssd_quota`` is not a size, or above 0 and below one block.
             StoreError: if it cannot be recorded.
         """
         self._shared.check_open()
@@ -116,17 +115,17 @@ class Scope:
     ) -> Stored:
         """Store the GLOBAL entries of tokens ``[start, len(tokens))``.
 
-        ``tokens`` is the whole request, because each entry depends on all tokens before it. Tokens
-        after the last whole block are ignored. Stored blocks are never overwritten: the first writer
-        wins. Frames are made now and written in the background; ``flush`` waits for them.
+        ``tokens`` is the whole request, because each entry depends on all tokens before it. Tokens after the last
+        whole block are ignored. Stored blocks are never overwritten: the first writer wins. Frames are encoded in this
+        call and written in the background; ``flush`` waits for them.
 
         Shapes:
-            ``entries[group]``: uint8 ``[len(layers), (len(tokens) - start) // tokens_per_entry,
-            entry_bytes]``, numpy or torch, for exactly the GLOBAL groups.
+            ``entries[group]``: uint8 ``[len(layers), (len(tokens) - start) // tokens_per_entry, entry_bytes]``, numpy
+            or torch, for exactly the GLOBAL groups.
 
         Units:
-            ``wait`` is the most seconds to wait for room in the queue. ``ttl`` is seconds until the
-            blocks expire, None for never. ``pin`` keeps the blocks until ``unpin``.
+            ``wait`` is the most seconds to wait for space in the queue. ``ttl`` is seconds until the blocks expire,
+            None for never. ``pin`` keeps the blocks until ``unpin``.
 
         Raises:
             ValueError: if ``start`` is not a block boundary or entries do not fit the layout.
@@ -140,7 +139,7 @@ class Scope:
         return self._shared.writes.store(prefix, arrays, start, self._options(wait, ttl, pin))
 
     def unpin(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> None:
-        """Remove the persistent pin that ``store(pin=True)`` set on this prefix.
+        """Remove the persistent pin set by ``store(pin=True)`` on this prefix.
 
         Raises:
             StoreBusy: in a reader.
@@ -157,15 +156,15 @@ class Scope:
     ) -> Match:
         """Return the longest prefix of ``tokens`` whose GLOBAL entries are stored.
 
-        The hit leaves at least one token to compute. Its blocks are leased for 30 s; enter the match
-        to pin them for as long as it is entered. With ``need_window`` a hit counts only if its
-        window is pooled too, for engines that cannot replay.
+        The hit leaves at least one token to compute. Its blocks are leased for 30 s; enter the match to pin them for
+        as long as it is entered. With ``need_window`` a hit counts only if its window is pooled too, for engines that
+        cannot replay.
 
-        A second lookup of the same tokens under the same ``request_id`` returns the same match, until
-        its lease or pin ends. Request ids of different namespaces are independent.
+        A second lookup of the same tokens under the same ``request_id`` returns the same match until its lease or pin
+        ends. Request ids of different namespaces are independent.
 
-        Cost: one SHA-256 per block and one comparison per index segment. An owner reads no disk; a
-        reader reads the store's records.
+        Cost: one SHA-256 per block and one comparison per index segment. An owner reads no disk; a reader reads the
+        store's records.
         """
         prefix = self._chains.prefix(tokens, images)
         return self._shared.lookups.find(
@@ -181,24 +180,22 @@ class Scope:
         return self._shared.lookups.find(prefix, request_id=None, need_window=False, is_probe=True)
 
     def hashes(self, tokens: Tokens, *, images: Sequence[ImageSpan] = ()) -> Sequence[BlockHash]:
-        """Return the hash of every whole block of ``tokens`` in this store and namespace.
+        """Return the hash of every whole block of ``tokens`` in this store and namespace, for publication by an engine.
 
-        Hashes depend on the layout, the namespace with its generation, and the store's secret, so
-        an engine that publishes block hashes takes them from here.
-
-        Cost: one SHA-256 per block.
+        Hashes depend on the layout, the namespace with its generation, and the store's secret. Cost: one SHA-256 per
+        block.
         """
         return self._chains.prefix(tokens, images).hashes
 
     def release(self, request_id: str) -> None:
-        """Forget the match of ``request_id`` and release its lease. Unknown ids are ignored."""
+        """Remove the match of ``request_id`` and release its lease. Unknown ids are ignored."""
         self._shared.lookups.forget((self._chains.root, text(request_id, "request_id")))
 
     def read(self, match: Match, timeout: float | None = None) -> Entries:
         """Copy the entries of a match to host arrays, verified.
 
-        A bad or missing block ends the result and shortens the match, as does a block not read
-        within ``timeout`` seconds. No block is half filled.
+        A bad or missing block, or one not read within ``timeout`` seconds, ends the result and shortens the match. No
+        block is returned in part.
 
         Shapes:
             ``[group]``: uint8 ``[len(layers), result.tokens // tokens_per_entry, entry_bytes]``.
@@ -206,7 +203,7 @@ class Scope:
         Raises:
             ValueError: if the match is of another store or namespace.
 
-        Cost: reads and verifies on ``read_threads`` threads, the caller's included.
+        Cost: reads and verifies on ``read_threads`` threads, including the caller's.
         """
         self._shared.check_open()
         return self._shared.reads.read(self._chains.check(match), _timeout(timeout))
@@ -238,20 +235,20 @@ class Scope:
 
         No block is read after ``timeout`` seconds; the blocks read until then count.
 
-        Without ``into``: load into device pages and return their page table. A bad block, or a lack
-        of unpinned pages, shortens the result and the match.
+        Without ``into``: load into device pages and return their page table. A bad block, or a lack of unpinned pages,
+        shortens the result and the match.
 
-        With ``into``: copy the entries of tokens ``[start, hit)`` to the engine's pages in the
-        background, and return the job. Nothing is written before ``after`` (a ``threading.Event`` or
-        a device event) happens. The job has its own pin, so the match need not stay entered, and
-        reports bad blocks by ``loaded_tokens`` and ``failed_blocks``; the match does not change.
-        Without a timeout layers arrive in order, each for all tokens, for ``job.wait_group``; with
-        a timeout blocks arrive in order, each with all layers, so that a partial result is usable.
+        With ``into``: copy the entries of tokens ``[start, hit)`` to the engine's pages in the background, and return
+        the job. Nothing is written before ``after`` (a ``threading.Event`` or a device event) occurs. The job has its
+        own pin, so the match need not stay entered, and reports bad blocks by ``loaded_tokens`` and ``failed_blocks``;
+        the match does not change. Without a timeout layers are loaded in order, each for all tokens, for
+        ``job.wait_group``; with a timeout blocks are loaded in order, each with all layers, so that a partial result
+        is usable.
 
         Raises:
-            ValueError: if the match is of another store or namespace, ``into`` does not fit the
-                layout or lacks pages of the hit, ``start`` is not a multiple of the layout's
-                alignment within the hit, or ``after`` is given without ``into``.
+            ValueError: if the match is of another store or namespace, ``into`` does not fit the layout or lacks pages
+                of the hit, ``start`` is not a multiple of the layout's alignment within the hit, or ``after`` is given
+                without ``into``.
         """
         self._shared.check_open()
         self._chains.check(match)
@@ -290,15 +287,12 @@ class Scope:
     ) -> Job:
         """Store the entries of tokens ``[start, stop)`` from the engine's own pages, in the background.
 
-        As ``store``; ``job.stored`` is its result. All of ``tokens`` must be accepted, none a draft.
-        ``after`` is a ``threading.Event`` or a device event; nothing is read before it happens. The
-        pages must not change until ``job.done``.
-
-        Units:
-            ``wait`` is the most seconds that the background thread waits for room in the queue.
+        As ``store``; ``job.stored`` is its result. All of ``tokens`` must be accepted, none a draft. ``after`` is a
+        ``threading.Event`` or a device event; nothing is read before it occurs. The pages must not change until
+        ``job.done``. ``wait`` is the most seconds that the background thread waits for space in the queue.
 
         Raises:
-            ValueError: if ``start`` is no block boundary, or ``pages`` do not fit the layout.
+            ValueError: if ``start`` is not a block boundary, or ``pages`` do not fit the layout.
 
         Cost: one SHA-256 per block in the caller's thread. Blocks already stored are not copied.
         """
@@ -327,9 +321,8 @@ class Scope:
         given: object = pages
         if not isinstance(given, Pages):
             raise ValueError(f"pages must be kvstore.Pages, found {brief(given)}")
-        from kvstore.tier.engine_copy import (
-            PagedEntries,
-        )  # imports torch, for callers with pages only
+        # It imports torch, which only callers with pages need.
+        from kvstore.tier.engine_copy import PagedEntries
 
         paged = PagedEntries(self.layout, pages, stop)
         paged.check(start, stop)
@@ -345,18 +338,18 @@ class Scope:
         start: int = 0,
         images: Sequence[ImageSpan] = (),
     ) -> int:
-        """Let lookups find device pages that the engine has filled in place, without a copy.
+        """Make device pages that the engine has filled in place available to lookups, without a copy.
 
-        ``pages`` came from ``device.allocate`` and hold tokens ``[start, ...)``. The whole blocks of
-        ``[start, upto)`` are shared; all their tokens must be accepted. Waits for ``after`` first.
-        The pages stay pinned until ``pages.release()``. Nothing is written to SSD; ``save`` does so.
+        ``pages`` were returned by ``device.allocate`` and contain tokens ``[start, ...)``. The whole blocks of
+        ``[start, upto)`` are shared; all their tokens must be accepted. Waits for ``after`` first. The pages stay
+        pinned until ``pages.release()``. Nothing is written to SSD; ``save`` does so.
 
-        Returns the token up to which the device tier now holds this prefix. It is 0 if the tier
-        lacks blocks before ``start``; then the pages stay private.
+        Returns the token up to which the device tier now contains this prefix. It is 0 if the tier lacks blocks before
+        ``start``; then the pages remain private.
 
         Raises:
-            ValueError: if ``start`` is no block boundary, or the pages were released or are too few.
-            StoreError: if ``after`` did not happen in time.
+            ValueError: if ``start`` is not a block boundary, or the pages were released or are too few.
+            StoreError: if ``after`` did not occur in time.
         """
         ids = as_tokens(tokens)
         end = _position(len(ids) if upto is None else upto, "upto", 1, len(ids))
@@ -367,10 +360,9 @@ class Scope:
             msg = f"pages hold {pages.tokens} tokens, expected {len(prefix.tokens) - start}"
             raise ValueError(msg)
         if not await_event(_event(after)):
-            msg = (
-                "the event that these pages wait for did not happen in time; nothing was published"
+            raise StoreError(
+                "the event of these pages did not occur in time; nothing was published"
             )
-            raise StoreError(msg)
         first = start // self.block_tokens
         return self._shared.device.publish(prefix, first, pages) * self.block_tokens
 
@@ -387,17 +379,17 @@ class Scope:
     ) -> bool:
         """Copy the window that ends the prefix ``tokens[:snapshot.stop]`` to the window pool.
 
-        Returns False if it was not kept: the pool has no room beside pinned windows, or
-        ``snapshot.source`` is ``"replay"`` (an engine replayed during its prefill) and the pool has
-        that window. Rows older than ``window_rows`` are cut off.
+        Returns False if it was not kept: the pool has no space next to pinned windows, or ``snapshot.source`` is
+        ``"replay"`` (an engine replayed during its prefill) and the pool already has that window. Rows older than
+        ``window_rows`` are cut off.
 
         Shapes:
-            ``snapshot.rows[group]``: uint8 ``[len(layers), (stop - start) // tokens_per_entry,
-            entry_bytes]``, for exactly the WINDOW groups.
+            ``snapshot.rows[group]``: uint8 ``[len(layers), (stop - start) // tokens_per_entry, entry_bytes]``, for
+            exactly the WINDOW groups.
 
         Raises:
-            ValueError: if the snapshot does not fit the layout, ends at no block boundary, or has
-                too few rows for a hit.
+            ValueError: if the snapshot does not fit the layout, does not end at a block boundary, or has too few rows
+                for a hit.
 
         Cost: one copy of the rows, under the store's lock.
         """
@@ -423,12 +415,11 @@ class Scope:
     def windows(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
         """Return the window of each match: a copy from the pool, or rebuilt by its replay hook.
 
-        A hook is called once with all its requests, in this thread without a lock. ``source`` of the
-        result is ``"pool"``, ``"replay"``, or ``"none"`` for no hit or a model without windows.
+        A hook is called once with all its requests, in this thread without a lock. ``source`` of the result is
+        ``"pool"``, ``"replay"``, or ``"none"`` for no hit or a model without windows.
 
         Raises:
-            ValueError: if a window is missing without a hook, or a hook's result does not cover
-                its request.
+            ValueError: if a window is missing without a hook, or a hook's result does not cover its request.
         """
         self._shared.check_open()
         return self._shared.windows.of(
@@ -460,7 +451,7 @@ class Scope:
         self._shared.lookups.observe_prefill(*measured)
 
     def flush(self) -> None:
-        """Return when every block accepted before survives power loss.
+        """Wait until every block accepted before is durable against power loss.
 
         Raises:
             StoreError: if blocks could not be written.
@@ -478,13 +469,13 @@ class Scope:
         return self._shared.stats()
 
     def clear(self, scope: Scope | None = None) -> int:
-        """Remove every block and window of ``scope``'s namespace; return the number of blocks on SSD.
+        """Remove every block and window of ``scope``'s namespace (default: this one); return the blocks on SSD.
 
-        The default is this scope. Pinned device pages stay until they are released.
+        Pinned device pages remain until they are released.
 
         Raises:
             StoreBusy: in a reader.
-            ValueError: if ``scope`` is no scope of this store.
+            ValueError: if ``scope`` is not a scope of this store.
         """
         self._shared.check_open()
         target: object = scope if scope is not None else self
@@ -497,30 +488,29 @@ class Scope:
         return self._shared.clear(chains.root)
 
     def bump_generation(self) -> int:
-        """Make every block of this namespace a miss from now on; return the new generation.
+        """Make every block of this namespace a miss from now on, for new weights under an old name.
 
-        For new weights under an old name. The generation is recorded in the store, so a restart with
-        the old ``generation`` does not return to the old blocks. They are not deleted; unused, they
-        are evicted first.
+        Returns the new generation. It is recorded in the store, so a restart with the old ``generation`` does not
+        return to the old blocks. They are not deleted; unused, they are evicted first.
 
         Raises:
             ConfigError: if the new generation exceeds 2**63 - 1.
             StoreBusy: in a reader.
-            StoreError: if it cannot be recorded: the medium fails, or the store records the
-                generations of as many namespaces as its size allows. The old one stays in force.
+            StoreError: if it cannot be recorded: the medium fails, or the store records the generations of as many
+                namespaces as its size allows. The old one stays in force.
         """
         self._shared.check_open()
         return self._chains.begin_generation()
 
 
 def quota_bytes(ssd_quota: int | str | None) -> int | None:
-    """Return a quota in bytes, None for none given. Raises ``ConfigError``."""
+    """Return a quota in bytes, None if none is given. Raises ``ConfigError``."""
     return None if ssd_quota is None else size_bytes(ssd_quota, "ssd_quota")
 
 
 def _position(value: object, name: str, unit: int, limit: int) -> int:
     """Return a token position. Raises ``ValueError`` beyond ``limit`` or off a multiple of ``unit``."""
-    position = int(value) if is_integer(value) else -1  # narrow ones overflow
+    position = int(value) if is_integer(value) else -1  # NumPy's narrow integers overflow
     if not 0 <= position <= limit or position % unit:
         what = f"a multiple of {unit}"
         what = f"a block boundary ({what})" if name == "start" else what
@@ -533,17 +523,16 @@ def _timeout(value: float | None) -> float | None:
 
 
 def _event(after: Event | None) -> Event | None:
-    """Return an event, or None for none. Raises ``ValueError`` for anything else."""
+    """Return an event or None. Raises ``ValueError`` for anything else."""
     given: object = after
     if not (
         given is None
         or isinstance(given, threading.Event)
         or (not isinstance(given, type) and callable(getattr(given, "synchronize", None)))
     ):
-        msg = (
+        raise ValueError(
             f"after must be a threading.Event or an event with synchronize(), found {brief(given)}"
         )
-        raise ValueError(msg)
     return after
 
 

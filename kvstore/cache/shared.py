@@ -1,4 +1,4 @@
-"""The state that all scopes of one open store share: its tiers and one object per job."""
+"""The state shared by all scopes of one open store: its tiers and one object per task."""
 
 from __future__ import annotations
 
@@ -56,11 +56,9 @@ class SharedTiers(OpenStore):
         """Take over an open tier. ``policy`` orders its eviction; None is LRU."""
         self.layout = frame_format.layout
         self.block_tokens = frame_format.block_tokens
-        self.secret = secret
-        """Secret under which roots are hashed, if the store has one."""
+        self.secret = secret  # secret of the root hashes, if the store has one
         self.window = window
-        self._policy_alarm = ""
-        """Why LRU replaces the given policy, once it failed."""
+        self._policy_alarm = ""  # why LRU replaces the given policy, after it failed
         super().__init__(
             frame_format=frame_format,
             ssd=ssd,
@@ -108,8 +106,7 @@ class SharedTiers(OpenStore):
         return (
             f"the window pool of {self.ssd.path} has {self.window.capacity_bytes} bytes, less than the "
             f"{least} of one snapshot of {self.layout.model}: no window is kept, and a lookup that "
-            f"needs one finds nothing; give window_bytes of at least {least} for each sequence that "
-            "is to be found"
+            f"needs one finds nothing; give at least {least} window_bytes for each sequence to be found"
         )
 
     @override
@@ -118,7 +115,7 @@ class SharedTiers(OpenStore):
 
     @override
     def _finish_background(self, *, is_last: bool) -> None:
-        """Wait until saves begun before have offered their blocks; stop all threads if ``is_last``."""
+        """Wait until saves started before have offered their blocks; stop all threads if ``is_last``."""
         if is_last:
             self.jobs.close()
             self.ssd_reads.close()
@@ -126,18 +123,17 @@ class SharedTiers(OpenStore):
             self.jobs.drain()
 
     def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
-        """Cap a namespace's bytes on SSD; with 0 it stores nothing. No effect in a reader.
+        """Limit a namespace's bytes on SSD; with 0 it stores nothing. No effect in a reader.
 
         Raises:
             ConfigError: if the quota is above 0 and below one block.
             StoreError: if it cannot be recorded.
         """
         if 0 < quota < self.ssd.block_bytes:
-            msg = (
+            raise ConfigError(
                 f"ssd_quota is {quota}, expected at least the {self.ssd.block_bytes} bytes of one block, "
                 "or 0 for a namespace that stores nothing"
             )
-            raise ConfigError(msg)
         if self.writer is not None:
             self.writer.set_quota(root, namespace, quota)
 

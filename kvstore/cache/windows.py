@@ -14,10 +14,7 @@ from kvstore.tier.window import WindowPool, check_snapshot, copy_of
 
 
 class Windows:
-    """Stores windows, and returns those of matches from the pool or from a replay hook.
-
-    Threads: any. Hooks run in the caller's thread without a lock.
-    """
+    """Stores windows; returns those of matches from the pool or from a replay hook, which runs without a lock."""
 
     def __init__(self, context: Context, pool: WindowPool, block_tokens: int) -> None:
         self._context = context
@@ -25,7 +22,7 @@ class Windows:
         self._block_tokens = block_tokens
 
     def put(self, prefix: Prefix, snapshot: WindowSnapshot) -> bool:
-        """Copy a window to the pool; say whether it was kept. A replayed one replaces none."""
+        """Copy a window to the pool; return whether it was kept. A replayed one replaces none."""
         is_replayed = snapshot.source == "replay"
         if is_replayed:  # as part of a prefill, without a hook
             rows = min(snapshot.stop - snapshot.start, self._pool.layout.window_tokens)
@@ -48,11 +45,7 @@ class Windows:
             return self._pool.keys()
 
     def of(self, pairs: Sequence[tuple[Match, ReplayHook | None]]) -> list[WindowSnapshot]:
-        """Return the window of each match. A hook gets all its requests in one call.
-
-        Raises:
-            ValueError: if a window is missing without a hook, or a hook returns a wrong result.
-        """
+        """Return the window of each match; each hook is called once. Raises ``ValueError`` for missing windows."""
         found: dict[int, WindowSnapshot] = {}
         batches: list[tuple[ReplayHook, list[int]]] = []
         for position, (match, hook) in enumerate(pairs):
@@ -60,12 +53,11 @@ class Windows:
                 found[position] = _from_pool(match)
                 continue
             if hook is None:
-                msg = (
+                raise ValueError(
                     f"the window of a hit at {match.hit_tokens} is not in the pool and there is no "
                     "replay hook; pass one, or look up with need_window=True"
                 )
-                raise ValueError(msg)
-            # By equality: each access of a bound method makes a new object.
+            # By equality: each access of a bound method creates a new object.
             batch = next((positions for other, positions in batches if other == hook), None)
             if batch is None:
                 batch = []
@@ -86,11 +78,10 @@ class Windows:
             msg = f"the replay hook returned a {type(snapshot).__name__}, expected a WindowSnapshot"
             raise ValueError(msg)
         if snapshot.stop != request.stop or snapshot.start > request.start:
-            msg = (
+            raise ValueError(
                 f"the replay hook returned rows [{snapshot.start}, {snapshot.stop}), "
                 f"expected [{request.start}, {request.stop})"
             )
-            raise ValueError(msg)
         check_snapshot(snapshot, self._pool.layout, self._block_tokens)
 
 

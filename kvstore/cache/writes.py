@@ -15,10 +15,7 @@ from kvstore.store.open_store import OpenStore
 
 
 class Writes:
-    """Queues blocks in the owner; a reader drops and counts them.
-
-    Threads: any.
-    """
+    """Queues blocks in the owner; a reader drops and counts them. Threads: any."""
 
     def __init__(self, store: OpenStore) -> None:
         self._store = store
@@ -30,7 +27,7 @@ class Writes:
         return self._store.is_owner
 
     def known_blocks(self, prefix: Prefix) -> int:
-        """Return how many leading blocks are stored or queued; 0 in a reader."""
+        """Return the number of leading blocks that are stored or queued; 0 in a reader."""
         if self._store.writer is None:
             return 0
         with self._store.context.lock:
@@ -50,7 +47,7 @@ class Writes:
             count = len(prefix.hashes) - first
             self._store.context.count_drop("reader", count)
             return Stored(start, 0, count)
-        source = cache(lambda: self._format.entries_source(entries))  # only for blocks that are new
+        source = cache(lambda: self._format.entries_source(entries))  # only for new blocks
 
         def encode(header: Header) -> bytearray:
             ids = prefix.block_ids(header.number)

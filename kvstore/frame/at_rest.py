@@ -1,9 +1,9 @@
 """Formats at rest: quantized or compressed payloads of an engine's bfloat16, float16 or float32 entries.
 
-Blocks are converted when they are stored and converted back when they are read. *Quantized* groups are
-FP4 or FP8: the error is measured for each block, and a block whose error exceeds the budget, or that
-holds a NaN or an infinity, is stored *lossless*, in the engine's format. *Compressed* groups are
-zstd-compressed without loss; a block that does not become a page smaller is stored uncompressed.
+Blocks are converted when stored and converted back when read. *Quantized* groups are FP4 or FP8: the error of each
+block is measured, and a block whose error exceeds the budget, or with a NaN or an infinity, is stored *lossless*, in
+the engine's format. *Compressed* groups are zstd-compressed without loss; a block that does not shrink by a page is
+stored uncompressed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,15 @@ from kvstore.frame.header import Header, form_flags
 from kvstore.frame.targets import Places
 from kvstore.layout import SCALE_RULES, Layout
 
-ZSTD = "zstd"
-"""Format at rest without loss: the engine's own format, compressed."""
+ZSTD = "zstd"  # lossless format at rest: the engine's own format, compressed
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Formats at rest of a store, and the largest quantization error of a block.
+    """Formats at rest of a store (not empty), and the largest quantization error of a block (not NaN)."""
 
-    Invariants:
-        ``formats`` is not empty; the budget is not NaN.
-    """
-
-    formats: Mapping[str, str]
-    """Format at rest, by GLOBAL group. Other groups keep the engine's format."""
-    error_budget: float = math.inf
-    """Largest relative root-mean-square error of any group; a block above it is stored lossless."""
+    formats: Mapping[str, str]  # by GLOBAL group; others keep the engine's format
+    error_budget: float = math.inf  # largest relative RMS error; above it, blocks are lossless
 
 
 def loses(formats: Mapping[str, str]) -> bool:
@@ -52,29 +45,23 @@ def loses(formats: Mapping[str, str]) -> bool:
 
 
 def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
-    """Return the layout of quantized blocks; compressed groups keep their format.
-
-    Raises:
-        ConfigError: for an unknown group, a group that holds no floats, or an unknown format at rest.
-    """
+    """Return the layout of quantized blocks. Raises ``ConfigError`` for an unknown or non-float group or format."""
     known = {group.name: group for group in layout.global_groups}
     for name, entry_format in formats.items():
         if name not in known:
             msg = f"ssd_formats names group {name!r}, expected some of {', '.join(known)}"
             raise ConfigError(msg)
         if entry_format not in (*SCALE_RULES, ZSTD):
-            msg = (
+            raise ConfigError(
                 f"ssd_formats: group {name!r} cannot be stored as {entry_format!r}, expected one of "
                 f"{', '.join([*SCALE_RULES, ZSTD])}"
             )
-            raise ConfigError(msg)
         found = known[name].entry_format
         if DTYPES.get(found, "uint8") == "uint8":
-            msg = (
+            raise ConfigError(
                 f"ssd_formats: group {name!r} is cached as {found}, expected f32, f16 or bf16; "
                 "leave out groups that are quantized already"
             )
-            raise ConfigError(msg)
     groups = tuple(
         replace(group, entry_format=formats[group.name], scale_rule="")
         if formats.get(group.name, ZSTD) != ZSTD
@@ -85,11 +72,7 @@ def quantized_layout(layout: Layout, formats: Mapping[str, str]) -> Layout:
 
 
 class CompressedFormat(FrameFormat):
-    """Frames of another format with a compressed payload. docs/format.md, section 4.2.
-
-    Invariants:
-        Heads and part checksums are those of the uncompressed frames; so are the entries read.
-    """
+    """Frames with a compressed payload; heads and part checksums as uncompressed. docs/format.md, section 4.2."""
 
     def __init__(self, plain: FrameFormat, groups: Collection[str]) -> None:
         """Compress the numbers of ``groups`` in frames of the format ``plain``."""
@@ -142,22 +125,19 @@ class AtRestTarget:
 
 @dataclass(frozen=True, slots=True)
 class AtRestSource:
-    """Source of blocks, and a buffer of one quantized block."""
+    """Source of blocks, and a buffer for one quantized block."""
 
     entries: Mapping[str, NDArray[np.uint8]]
     lossless: Places
     buffer: Mapping[str, NDArray[np.uint8]]
-    quantized: Places
-    """Source of the buffer, as block 0."""
+    quantized: Places  # source of the buffer, as block 0
 
 
 class AtRestFormat:
     """Frames of a layout with formats at rest; implements :class:`Frames`.
 
-    Entries in sources and targets have the engine's format.
-
-    Invariants:
-        A frame is quantized or lossless as a whole, compressed or not; its flags say which.
+    Entries in sources and targets have the engine's format. A frame as a whole is quantized or lossless, compressed or
+    not, as stated by its flags.
     """
 
     def __init__(self, layout: Layout, block_tokens: int, packing: Packing) -> None:
@@ -177,8 +157,7 @@ class AtRestFormat:
         self._write_lossless, self._write_quantized = written
         self._forms: dict[int, FrameFormat] = {form.form: form for form in (*plain, *written)}
         self.entries = self.lossless.entries
-        self.payload_bytes = self.lossless.payload_bytes
-        """Of a block in the engine's format, as device pages hold it."""
+        self.payload_bytes = self.lossless.payload_bytes  # of a block, as in device pages
         self.frame_bytes = max(self.lossless.frame_bytes, self.quantized.frame_bytes)
         self._codecs: dict[str, tuple[QuantizedCodec, np.dtype[np.generic]]] = {}
         for group in self.quantized.layout.global_groups:
@@ -188,7 +167,7 @@ class AtRestFormat:
                 self._codecs[group.name] = codec, numpy_dtype(DTYPES[engine_format])
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
-        """Return the format that a frame's flags name, unchecked."""
+        """Return the format named by a frame's flags, unchecked."""
         return self._forms.get(form_flags(frame), self.lossless)
 
     def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> AtRestSource:
@@ -204,10 +183,7 @@ class AtRestFormat:
     def encode(
         self, header: Header, tokens: NDArray[np.uint32], source: AtRestSource, block: int
     ) -> bytearray:
-        """Return the frame of one block: quantized if the error is within the budget.
-
-        Cost: quantizes, measures, compresses, and copies the payload.
-        """
+        """Return the frame of one block: quantized, if the measured error is within the budget, then compressed."""
         if not self._codecs:
             return self._write_lossless.encode(header, tokens, source.lossless, block)
         errors = [0.0]

@@ -1,8 +1,4 @@
-"""Frame of one block: sealing, verifying, and copying its payload to and from entries.
-
-Does no I/O and knows no policy. :mod:`kvstore.frame.geometry` has the offsets, docs/format.md,
-section 4, the bytes.
-"""
+"""Frame of one block: sealing, verifying, and copying entries, without I/O. docs/format.md, section 4."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ _ERROR = struct.Struct("<f")
 
 
 class Frames(Protocol):
-    """The frame formats of a store: blocks to frames and back, in the engine's form."""
+    """The frame formats of a store: conversion of blocks to frames and back, in the engine's form."""
 
     @property
     def layout(self) -> Layout:
@@ -79,7 +75,7 @@ class Frames(Protocol):
         """Return the frame of the ``block``-th whole block of a source."""
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
-        """Return the format that a frame claims to have, for checking and reading it."""
+        """Return the format named by a frame's flags, for verifying and reading it."""
 
     def entries_target(
         self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
@@ -87,10 +83,7 @@ class Frames(Protocol):
         """Return a target for ``scatter``, of all entries or those of a batch."""
 
     def readers(self, target: Any) -> Mapping[int, native.FrameReader]:
-        """Return readers of many frames at once, by the size in bytes of the frames that they read.
-
-        Frames of other sizes are read one by one.
-        """
+        """Return readers of many frames at once, by frame size in bytes. Other frames are read one by one."""
 
     def scatter(self, frame: memoryview, target: Any, block: int) -> str | None:
         """Copy a payload to a target and verify it; return its fault, or None."""
@@ -107,11 +100,7 @@ class Frames(Protocol):
 
 
 class FrameFormat(FrameGeometry):
-    """Frames of one layout, block size and form at rest.
-
-    Invariants:
-        Every frame has ``frame_bytes`` bytes.
-    """
+    """Frames of one layout, block size and form at rest. Every frame has ``frame_bytes`` bytes."""
 
     def __init__(
         self,
@@ -121,10 +110,10 @@ class FrameFormat(FrameGeometry):
         is_packed: bool = False,
         is_compressed: bool = False,
     ) -> None:
-        """Raise ``ConfigError`` if a block would hold a fraction of an entry.
+        """Raise ``ConfigError`` if a block would contain a fraction of an entry.
 
-        ``is_packed`` frames have a quantized layout instead of the engine's; ``is_compressed`` ones
-        are stored compressed (kvstore/frame/at_rest.py).
+        ``is_packed`` frames have a quantized layout instead of the engine's; ``is_compressed`` frames are stored
+        compressed (kvstore/frame/at_rest.py).
         """
         super().__init__(layout, block_tokens)
         self.is_packed = is_packed
@@ -152,7 +141,7 @@ class FrameFormat(FrameGeometry):
         return frame
 
     def seal(self, frame: bytearray, header: Header) -> None:
-        """Write the header and all checksums of a frame that has its token ids and payload."""
+        """Write the header and all checksums of a frame that contains its token ids and payload."""
         view = self.laid_out(memoryview(frame))
         assert view is not None, "a payload to be sealed is intact"
         sums = [xxhash.xxh3_64_intdigest(view[start:stop]) for start, stop in self.part_bounds]
@@ -178,10 +167,7 @@ class FrameFormat(FrameGeometry):
         set_head_sum(frame, self.sum_head(frame))
 
     def forge(self, frame: bytes, other: bytes) -> bytearray:
-        """Return ``frame`` with the payload of ``other`` and valid checksums.
-
-        No checksum detects this: the negative control of tests and demonstrations.
-        """
+        """Return ``frame`` with another's payload and valid checksums: a negative control for tests and demos."""
         header = self.header(memoryview(frame))
         assert header is not None
         forged = bytearray(frame[: self.payload_offset] + other[self.payload_offset :])
@@ -208,7 +194,7 @@ class FrameFormat(FrameGeometry):
         return found if (found.block_tokens, found.payload_bytes) == expected else None
 
     def error_of(self, frame: bytearray | memoryview) -> float:
-        """Return the relative quantization error stored in a frame, also of a lossless one."""
+        """Return the relative quantization error stored in a frame, also in a lossless one."""
         (error,) = _ERROR.unpack_from(frame, self.payload_offset - _ERROR.size)
         assert isinstance(error, float)
         return error
@@ -218,10 +204,7 @@ class FrameFormat(FrameGeometry):
         return size == self.frame_bytes
 
     def laid_out(self, frame: memoryview) -> memoryview | None:
-        """Return a frame with its payload decompressed, None if it is damaged: here the frame itself.
-
-        A decompressed frame is valid until the thread's next call.
-        """
+        """Return the decompressed frame (here itself), valid until the thread's next call; None if it is damaged."""
         return frame
 
     def form_of(self, frame: bytes | bytearray | memoryview) -> FrameFormat:
@@ -241,10 +224,7 @@ class FrameFormat(FrameGeometry):
         parent_hash: BlockHash | None,
         tokens: NDArray[np.uint32],
     ) -> str | None:
-        """Return why a frame is not the requested block, None if it is.
-
-        Checks :meth:`head_fault`, then the checksum of every part.
-        """
+        """Return the fault of a frame that should be the requested block, or None: head, then part checksums."""
         found = self.head_fault(frame, block_hash, parent_hash, tokens)
         return found or (None if self.is_payload_intact(frame) else "checksum")
 
@@ -255,10 +235,10 @@ class FrameFormat(FrameGeometry):
         parent_hash: BlockHash | None,
         tokens: NDArray[np.uint32],
     ) -> str | None:
-        """Return why a head is not that of the requested block, None if it is; reads no payload.
+        """Return the fault of a head that should be the requested block's, or None; reads no payload.
 
-        ``parent_hash`` is None for a block whose hash does not depend on its parent. Checks the head
-        checksum, then both hashes and the token ids, so a hash collision is a miss.
+        ``parent_hash`` is None for a block whose hash does not depend on its parent. Compares the head checksum, then
+        both hashes and the token ids, so that a hash collision is a miss.
         """
         header = self.header(frame)
         if header is None:
@@ -282,13 +262,9 @@ class FrameFormat(FrameGeometry):
     def scatter(self, frame: memoryview, target: Places, block: int) -> str | None:
         """Copy a frame's payload to the ``block``-th block of ``target`` and verify it.
 
-        Returns None, or ``"checksum"`` if a part does not match its checksum: the block's memory is
-        then undefined.
-
-        Raises:
-            ValueError: if ``target`` has no such block; nothing is written then.
-
-        Cost: one pass over the payload; each byte is summed when it is copied or dequantized.
+        Returns None, or ``"checksum"`` if a part does not match its checksum: the block's memory is then undefined.
+        Raises ``ValueError`` if ``target`` has no such block; nothing is written then. Cost: one pass over the
+        payload; each byte is summed when it is copied or dequantized.
         """
         sums: Sequence[int] = self._sums.unpack_from(frame, self.sums_offset)
         whole = self.laid_out(frame)
@@ -299,9 +275,9 @@ class FrameFormat(FrameGeometry):
     ) -> native.FrameReader | None:
         """Return a reader of many frames from a file into a target, None on a big-endian machine.
 
-        It accepts a frame exactly if :meth:`head_fault` and :meth:`scatter` find no fault.
-        ``any_parent`` is for blocks whose hash does not depend on their parent. With
-        ``checks_first`` a bad frame leaves the memory of its block unchanged.
+        It accepts a frame exactly if :meth:`head_fault` and :meth:`scatter` find no fault. ``any_parent`` is for blocks
+        whose hash does not depend on their parent. With ``checks_first`` a bad frame leaves the memory of its block
+        unchanged.
         """
         if sys.byteorder != "little":
             return None
@@ -320,30 +296,26 @@ class FrameFormat(FrameGeometry):
         return target.reader(shape, any_parent=any_parent, checks_first=checks_first)
 
     def readers(self, target: Places) -> Mapping[int, native.FrameReader]:
-        """Return :meth:`reader` by the size of the frames that it reads."""
+        """Return :meth:`reader` by the size of its frames."""
         reader = self.reader(target)
         return {} if reader is None else {self.frame_bytes: reader}
 
     def entries_target(
         self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
     ) -> Places:
-        """Return a target of entries as they are stored, of all parts or those of a batch.
+        """Return a target of entries in their stored format, of all parts or those of a batch.
 
         Shapes:
-            ``entries[group]`` is uint8 ``[layers, n, entry_bytes]``, contiguous along the last
-            axis; or ``[pages, layers, entries of a block, entry_bytes]``, where pages are blocks.
-            ``layers`` are those of the group, in its order; of a batch only those in it.
+            ``entries[group]`` is uint8 ``[layers, n, entry_bytes]``, contiguous along the last axis; or
+            ``[pages, layers, entries of a block, entry_bytes]``, where pages are blocks. ``layers`` are those of the
+            group, in its order; of a batch only those in it.
 
-        Raises:
-            ValueError: naming what was found and what was expected.
+        Raises ``ValueError`` naming what was found and what was expected.
         """
         return targets.target_of(self, entries, {}, batch)
 
     def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
-        """Return a source of entries to store.
-
-        Shapes and errors as :meth:`entries_target`; arrays may be read-only and share memory.
-        """
+        """Return a source of entries to store, as :meth:`entries_target`; arrays may be read-only and share memory."""
         return targets.source_of(self, entries)
 
     def mixed_target(
@@ -354,14 +326,13 @@ class FrameFormat(FrameGeometry):
     ) -> Places:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
-        Quantized entries are dequantized to numbers, as by their groups' codecs. A frame must not
-        change while it is read.
+        Quantized entries are dequantized to numbers, as by their groups' codecs. A frame must not change while it is
+        read.
 
         Shapes:
-            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a
-            block, group.values]``, a NumPy array or a CPU tensor, contiguous along the last axis.
-            It is float32, float16 or bfloat16 for quantized formats, else of the format's dtype.
-            ``entries`` as :meth:`entries_target`.
+            ``values[group]`` is ``[layers, n, group.values]`` or ``[pages, layers, entries of a block,
+            group.values]``, a NumPy array or a CPU tensor, contiguous along the last axis. It is float32, float16 or
+            bfloat16 for quantized formats, otherwise of the format's dtype. ``entries`` as :meth:`entries_target`.
 
         Raises:
             ValueError: naming what was found and what was expected.
@@ -374,20 +345,11 @@ class FrameFormat(FrameGeometry):
         return targets.block_at_zero(self)
 
     def apart_target(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
-        """Return a target of blocks in separate arrays, for a layout of one group and layer.
-
-        Shapes:
-            each uint8 ``[payload_bytes]``, contiguous and writable.
-
-        Raises:
-            ValueError: naming what was found and what was expected.
-        """
-        return targets.separate_blocks(
-            self._block_at_zero, blocks, self.payload_bytes, is_output=True
-        )
+        """Return a target of separate uint8 ``[payload_bytes]`` arrays, contiguous, writable; one group and layer."""
+        one, size = self._block_at_zero, self.payload_bytes
+        return targets.separate_blocks(one, blocks, size, is_output=True)
 
     def apart_source(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
         """Return a source of blocks in separate arrays, which may be read-only and share memory."""
-        return targets.separate_blocks(
-            self._block_at_zero, blocks, self.payload_bytes, is_output=False
-        )
+        one, size = self._block_at_zero, self.payload_bytes
+        return targets.separate_blocks(one, blocks, size, is_output=False)

@@ -1,9 +1,8 @@
-"""Geometry of a frame: sizes and offsets that a layout and a block size determine.
+"""Geometry of a frame: sizes and offsets determined by a layout and a block size.
 
-``header | token ids | part checksums | reserved | payload``. A *part* is one checksummed range: all
-entries that one owner layer adds to a block. Within a part, entries are planar in units of 64: the
-codes of 64 entries, then their scales, so that a part is one copy away from an engine's page of 64
-records. docs/format.md, section 4, is normative.
+``header | token ids | part checksums | reserved | payload``. A *part* is one checksummed range: all entries that one
+owner layer adds to a block. Within a part, entries are planar in units of 64: the codes of 64 entries, then their
+scales, so that one copy makes an engine's page of 64 records. docs/format.md, section 4, is normative.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from kvstore.errors import ConfigError
 from kvstore.frame.header import HEADER_BYTES
 from kvstore.layout import LayerGroup, Layout
 
-UNIT_ENTRIES = 64
-"""Entries per planar unit: the page size of the engines that read V4.1 records (vLLM, FlashMLA)."""
+UNIT_ENTRIES = 64  # per planar unit: page size of V4.1 engines (vLLM, FlashMLA)
 RESERVED_BYTES = 32
-"""Bytes for a future nonce (12) and tag (16) of authenticated encryption, zero so far; then the
-relative quantization error as a float32."""
+"""Bytes for a future nonce (12) and tag (16) of authenticated encryption, zero so far; then the relative
+quantization error as a float32."""
 
-PART_BATCH_BYTES = 4 << 20
-"""Fewest bytes of a batch of parts: it takes 1 to 2 ms, of which the set-up is a tenth."""
-PART_BATCH_BLOCK_BYTES = 16 << 10
-"""Fewest bytes of a block in a batch: a separate read costs as much as these. docs/ssd.md."""
+PART_BATCH_BYTES = 4 << 20  # smallest batch: 1 to 2 ms, of which the set-up is a tenth
+PART_BATCH_BLOCK_BYTES = 16 << 10  # of a block: the cost of a separate read. docs/ssd.md.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +34,8 @@ class PartBatch:
 
     start: int
     stop: int
-    layers: tuple[int, ...]
-    """Owner layers of the parts."""
-    bounds: tuple[int, int]
-    """First and last byte offset of the parts in the largest frame."""
+    layers: tuple[int, ...]  # owner layers of the parts
+    bounds: tuple[int, int]  # first and last byte offset of the parts in the largest frame
 
     @property
     def block_bytes(self) -> int:
@@ -50,21 +44,15 @@ class PartBatch:
 
 
 class FrameGeometry:
-    """Sizes and offsets of the frames of one layout at one block size.
-
-    Invariants:
-        ``block_tokens`` is a multiple of the layout's alignment.
-    """
+    """Sizes and offsets of the frames of one layout at one block size, a multiple of the layout's alignment."""
 
     def __init__(self, layout: Layout, block_tokens: int) -> None:
-        """Compute all offsets. Raises ``ConfigError`` if a block would hold a fraction of an entry."""
+        """Compute all offsets. Raises ``ConfigError`` if a block would contain a fraction of an entry."""
         block_tokens = integer(block_tokens, "block_tokens", 1, 2**32 - 1, ConfigError)
         if block_tokens % layout.alignment:
-            msg = (
-                f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, "
-                f"found {block_tokens}"
+            raise ConfigError(
+                f"block_tokens must be a multiple of the layout's alignment {layout.alignment}, found {block_tokens}"
             )
-            raise ConfigError(msg)
         self.layout = layout
         self.block_tokens = block_tokens
         self.entries = {
@@ -77,8 +65,7 @@ class FrameGeometry:
         self.part_count = len(owners)
         self.sums_offset = HEADER_BYTES + 4 * block_tokens
         self.payload_offset = self.sums_offset + 8 * self.part_count + RESERVED_BYTES
-        self.part_bounds: list[tuple[int, int]] = []
-        """Start and end of each part in the frame, in order of owner layer."""
+        self.part_bounds: list[tuple[int, int]] = []  # start and end, in order of owner layer
         offset = self.payload_offset
         for members in self.members.values():
             size = sum(self.entries[g.name] * g.entry_bytes for g in members)
@@ -88,7 +75,7 @@ class FrameGeometry:
         self.payload_bytes = offset - self.payload_offset
 
     def _members_of(self, layer: int) -> tuple[LayerGroup, ...]:
-        """Return the groups of an owner layer, those of one compression ratio together."""
+        """Return the groups of an owner layer, grouped by compression ratio."""
         owned = [group for group in self.layout.global_groups if layer in group.layers]
         order = list(dict.fromkeys(group.tokens_per_entry for group in owned))
         return tuple(sorted(owned, key=lambda group: order.index(group.tokens_per_entry)))
@@ -100,7 +87,7 @@ class FrameGeometry:
         return PartBatch(0, self.part_count, tuple(self.members), bounds)
 
     def part_batches(self, blocks: int) -> tuple[PartBatch, ...]:
-        """Return all parts in batches, in order of layer, for a load of ``blocks`` blocks.
+        """Return all parts in batches, in layer order, for a load of ``blocks`` blocks.
 
         A batch has the fewest layers that reach both ``PART_BATCH_BYTES`` and ``PART_BATCH_BLOCK_BYTES``.
         """
@@ -115,12 +102,12 @@ class FrameGeometry:
         return tuple(part_batches)
 
     def unit(self, group: LayerGroup) -> int:
-        """Return the number of entries of a group that are planar together."""
+        """Return the number of entries of a group in one planar unit."""
         entries = self.entries[group.name]
         return UNIT_ENTRIES if entries % UNIT_ENTRIES == 0 else entries
 
     def ranges(self) -> Iterator[tuple[int, int, LayerGroup]]:
-        """Yield the payload in order, as start and end in the frame of entries of one group."""
+        """Yield the payload in order: start and end in the frame of entries of one group."""
         offset = self.payload_offset
         for members in self.members.values():
             for _, alike in groupby(members, lambda group: group.tokens_per_entry):

@@ -1,7 +1,4 @@
-"""Header of a frame: 112 bytes that identify a block and describe its form at rest.
-
-docs/format.md, section 4, is normative for every byte written here.
-"""
+"""Header of a frame: 112 bytes that identify a block and its form at rest. Normative: docs/format.md, section 4."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.identity.block import BlockHash
 
-FORMAT_VERSION = 1
-"""Version of the frame. A store of another version is refused."""
+FORMAT_VERSION = 1  # version of the frame. A store of another version is refused.
 
 _HEADER = struct.Struct("<4sHHIIIIQ32s32sQQ")
 _MAGIC = b"KVSB"
@@ -22,12 +18,11 @@ _FLAGS, _FLAGS_OFFSET = struct.Struct("<H"), 6
 _NAMESPACE, _NAMESPACE_OFFSET = struct.Struct("<I"), 16
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size
-FIXED_BYTES = 32
-"""Bytes before the hashes. Within a form only number, namespace and image flag vary in them."""
+FIXED_BYTES = 32  # before the hashes; within a form only number, namespace, image flag vary
 CHECKED_BYTES = HEADER_BYTES - _SUM.size
-"""The head checksum covers the header up to here and everything from its end to the payload."""
+"""The head checksum covers the header up to here, and everything between the header and the payload."""
 
-assert HEADER_BYTES == 112, "docs/format.md promises a 112-byte header"
+assert HEADER_BYTES == 112, "docs/format.md specifies a 112-byte header"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +36,10 @@ class Header:
     block_hash: BlockHash
     parent_hash: BlockHash
     sequence: int
-    has_images: bool = False
-    """An image touches the block, so its hash does not follow from its token ids alone."""
-    is_packed: bool = False
-    """The payload is quantized at rest and is dequantized to the engine's entries."""
-    error: float = 0.0
-    """Relative quantization error, also of a block kept lossless because the error was too large."""
-    is_compressed: bool = False
-    """The payload is stored compressed; ``payload_bytes`` is its size before."""
+    has_images: bool = False  # so that its token ids do not determine its hash
+    is_packed: bool = False  # the payload is quantized at rest; reads dequantize it
+    error: float = 0.0  # of quantization, also of a block kept lossless because of it
+    is_compressed: bool = False  # compressed; ``payload_bytes`` is the uncompressed size
 
 
 def pack_header(header: Header, form: int, parts: int, payload_bytes: int) -> bytes:
@@ -61,10 +52,7 @@ def pack_header(header: Header, form: int, parts: int, payload_bytes: int) -> by
 
 
 def unpack_header(frame: memoryview, parts: int, error: float) -> Header | None:
-    """Return the header of a frame, None if it has another version or number of parts.
-
-    The checksum and the flags of the form are not checked.
-    """
+    """Return the header of a frame, None for another version or number of parts; checksum and form are not checked."""
     magic, version, flags, block_tokens, number, namespace, count, size, block, parent, seq, _ = (
         _HEADER.unpack_from(frame)
     )
@@ -98,7 +86,7 @@ def set_head_sum(frame: bytearray, value: int) -> None:
 
 
 def form_flags(frame: bytes | bytearray | memoryview) -> int:
-    """Return the flags of the form that a frame claims to have, unchecked; 0 for a short frame."""
+    """Return the form flags of a frame, unchecked; 0 for a short frame."""
     if len(frame) < HEADER_BYTES:
         return 0
     (flags,) = _FLAGS.unpack_from(frame, _FLAGS_OFFSET)
@@ -107,7 +95,7 @@ def form_flags(frame: bytes | bytearray | memoryview) -> int:
 
 
 def set_form_flags(frame: bytearray, form: int) -> None:
-    """Store the flags of a form in a frame; its image flag stays."""
+    """Store the flags of a form in a frame; its image flag does not change."""
     (flags,) = _FLAGS.unpack_from(frame, _FLAGS_OFFSET)
     _FLAGS.pack_into(frame, _FLAGS_OFFSET, flags & _HAS_IMAGES | form)
 

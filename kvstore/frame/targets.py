@@ -1,4 +1,4 @@
-"""Targets and sources of payloads: address tables of the memory that holds the entries of blocks."""
+"""Targets and sources of payloads: address tables of the memory that contains the entries of blocks."""
 
 from __future__ import annotations
 
@@ -24,29 +24,20 @@ _BYTES = ("uint8",)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Address table of a target or source of blocks. Made by the functions of this module.
+    """Address table of a target or source of blocks. Threads: any number may scatter, each to its own blocks."""
 
-    Threads: any number may scatter to one table at a time, each to blocks of its own.
-    """
-
-    blocks: int
-    """Whole blocks that fit."""
-    table: NDArray[np.int64]
-    """Segments of a payload in order, for block 0; columns are ``native.SEGMENT_FIELDS``."""
-    steps: NDArray[np.int64]
-    """By segment, bytes from its address in one block to that in the next."""
+    blocks: int  # number of whole blocks that fit
+    table: NDArray[np.int64]  # of block 0, in order; columns are ``native.SEGMENT_FIELDS``
+    steps: NDArray[np.int64]  # by segment, bytes from its address in one block to that in the next
     parts: Sequence[native.Part]
-    kept: object
-    """Owners of the memory that the table points to."""
-    first_part: int = 0
-    """Number of the first part in the table."""
-    is_shifted: bool = False
-    """Whether ``steps`` are by block instead: bytes from the addresses of block 0 to its own."""
+    kept: object  # owners of the memory that the table points to
+    first_part: int = 0  # number of the first part in the table
+    is_shifted: bool = False  # ``steps`` are byte distances from block 0, by block
 
     def segments(self, block: int) -> NDArray[np.int64]:
         """Return the table of one block. Raises ``ValueError`` if there is no such block."""
         if not 0 <= block < self.blocks:
-            raise ValueError(f"there is room for {self.blocks} blocks, found number {block}")
+            raise ValueError(f"expected a block in [0, {self.blocks}), found number {block}")
         table = self.table.copy()
         table[:, _ADDRESS] += self.steps[block] if self.is_shifted else block * self.steps
         return table
@@ -82,10 +73,7 @@ def target_of(
     values: Mapping[str, Array],
     batch: PartBatch | None = None,
 ) -> Places:
-    """Return a target of numbers for the groups in ``values``, of entries for the others.
-
-    See ``FrameFormat.mixed_target``.
-    """
+    """Return a target of numbers for the groups in ``values``, of entries for others: ``FrameFormat.mixed_target``."""
     return _places(geometry, entries, values, batch, is_output=True)
 
 
@@ -102,10 +90,7 @@ def block_at_zero(geometry: FrameGeometry) -> Places:
 def separate_blocks(
     one: Places, blocks: Sequence[NDArray[np.uint8]], payload_bytes: int, *, is_output: bool
 ) -> Places:
-    """Return a target or source of blocks in separate arrays; ``one`` is :func:`block_at_zero`.
-
-    See ``FrameFormat.apart_target``.
-    """
+    """Return a target or source of blocks in separate arrays; ``one`` is :func:`block_at_zero`."""
     views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
     for number, view in enumerate(views):
         (check_out if is_output else check_in)(view, f"block {number}", (payload_bytes,))
@@ -160,12 +145,12 @@ def _places(
 
 
 def _by_block(view: NDArray[np.generic], count: int) -> NDArray[np.generic]:
-    """Return ``[layers, n, length]`` as ``[blocks, layers, entries, length]``, which it may be already."""
+    """Return ``[layers, n, length]`` as ``[blocks, layers, entries, length]``, unless it has that shape."""
     if view.ndim != 3:
         return view
     layers, whole, length = view.shape[0], view.shape[1] // count, view.shape[2]
     cut = view[:, : whole * count].reshape(layers, whole, count, length)
-    return cut.transpose(1, 0, 2, 3)  # one axis is split, so this is a view
+    return cut.transpose(1, 0, 2, 3)  # splitting one axis keeps it a view
 
 
 def _table(

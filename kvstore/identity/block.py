@@ -14,7 +14,7 @@ BlockKey = NewType("BlockKey", bytes)
 """16 bytes: key of a block in a tier. A collision is a miss, because the whole hash is compared."""
 
 KEY_BYTES = 16
-"""128 bits: two of 2**40 blocks share a key with a probability of 2**-48; this is a miss."""
+"""128 bits: two of 2**40 blocks share a key with a probability of 2**-48, and then a read is a miss."""
 
 
 def block_key(block_hash: BlockHash) -> BlockKey:
@@ -26,8 +26,8 @@ def block_key(block_hash: BlockHash) -> BlockKey:
 class ImageSpan:
     """Tokens ``[start, stop)`` of a prompt that represent one image.
 
-    All positions of an image have the same placeholder id, so the ids alone do not identify the
-    prefix: ``digest`` and the offset inside the image do.
+    All positions of an image have the same placeholder id, so the prefix is identified by ``digest`` and the offset
+    inside the image too.
     """
 
     start: int

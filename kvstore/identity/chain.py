@@ -14,7 +14,7 @@ from kvstore.identity.hash import HashRun
 
 
 def split_keys(chain: bytes) -> list[BlockKey]:
-    """Return the keys of a chain, one by one."""
+    """Return the list of keys of a chain."""
     return [BlockKey(chain[at : at + KEY_BYTES]) for at in range(0, len(chain), KEY_BYTES)]
 
 
@@ -27,7 +27,7 @@ class Chain(Protocol):
 
     @property
     def path(self) -> bytes:
-        """Keys of its blocks, end to end, for an index to match."""
+        """Concatenated keys of its blocks, for an index to match."""
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
@@ -39,7 +39,7 @@ class Chain(Protocol):
         """Hash of the block before ``number``, the root's for the first."""
 
     def has_images(self, number: int) -> bool:
-        """Say whether an image touches block ``number``."""
+        """Whether an image overlaps block ``number``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class Prefix:
     hashes: HashRun
     images: Sequence[ImageSpan]
     block_tokens: int
-    path: bytes = field(default=b"", init=False)
-    """Keys of its blocks, end to end, for an index to match."""
+    path: bytes = field(default=b"", init=False)  # concatenated keys, for an index to match
 
     def __post_init__(self) -> None:
         """Join the keys, which are prefixes of the hashes."""
@@ -66,7 +65,7 @@ class Prefix:
         return replace(self, tokens=tokens, hashes=self.hashes[:blocks])
 
     def head(self, blocks: int) -> bytes:
-        """Keys of its first ``blocks`` blocks, end to end."""
+        """Concatenated keys of its first ``blocks`` blocks."""
         return self.path[: blocks * KEY_BYTES]
 
     def key(self, number: int) -> BlockKey:
@@ -94,7 +93,7 @@ class Prefix:
         return self.tokens[number * self.block_tokens : (number + 1) * self.block_tokens]
 
     def run_of_hashes(self, first: int, count: int) -> bytes:
-        """Hash of the parent of block ``first``, then of ``count`` blocks from it on, end to end."""
+        """Concatenated hashes of the parent of block ``first`` and of ``count`` blocks from it on."""
         return self.parent_hash(first) + self.hashes[first : first + count].joined
 
     def run_of_ids(self, first: int, count: int) -> NDArray[np.uint32]:
@@ -102,6 +101,6 @@ class Prefix:
         return self.tokens[first * self.block_tokens : (first + count) * self.block_tokens]
 
     def has_images(self, number: int) -> bool:
-        """Say whether an image touches block ``number``."""
+        """Whether an image overlaps block ``number``."""
         start, stop = number * self.block_tokens, (number + 1) * self.block_tokens
         return any(image.start < stop and image.stop > start for image in self.images)

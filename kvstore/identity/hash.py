@@ -1,8 +1,7 @@
 """Chained SHA-256 hashes of blocks of tokens, and digests of namespaces.
 
-Every field is type-tagged and length-prefixed before it is hashed, so different inputs have
-different encodings. Results do not depend on the process, its environment or Python's ``hash``.
-docs/format.md, section 2, is normative for the encoding.
+Every field is type-tagged and length-prefixed before hashing, so different inputs have different encodings. Results do
+not depend on the process, its environment or Python's ``hash``. docs/format.md, section 2, is normative.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ _KINDS = {
     np.dtype(np.int64): lib.KVSTORE_INT64,
     np.dtype(np.uint64): lib.KVSTORE_UINT64,
 }
-TOKEN_LIMIT = 2**32
-"""Token ids are hashed and stored as unsigned 32-bit integers."""
+TOKEN_LIMIT = 2**32  # token ids are hashed and stored as unsigned 32-bit integers
 
 
 def as_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:
@@ -60,7 +58,7 @@ def _integers(tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer
         raise ValueError(msg)
     try:
         array = np.asarray(tokens)
-    except Exception as error:  # ragged, a tensor on a device, a foreign __array__
+    except Exception as error:  # ragged, a tensor on a device, a custom __array__
         msg = f"tokens must be a sequence of integers or a one-dimensional integer array: {error}"
         raise ValueError(msg) from error
     if array.ndim != 1:
@@ -80,18 +78,15 @@ def _text(tag: bytes, value: str | None) -> bytes:
     return tag + b"s" + _U64.pack(len(encoded)) + encoded
 
 
-def root_digest(spelled: bytes, secret: bytes | None) -> BlockHash:
-    """Return the root digest of an encoding: its SHA-256, or its HMAC under a store's secret.
-
-    All hashes below a root cover it, so hashes under a secret cannot be computed without the secret.
-    """
+def root_digest(encoded: bytes, secret: bytes | None) -> BlockHash:
+    """Return a root digest, SHA-256 or HMAC under a secret, without which no hash below it can be computed."""
     if secret is None:
-        return BlockHash(hashlib.sha256(spelled).digest())
-    return BlockHash(hmac.digest(secret, spelled, "sha256"))
+        return BlockHash(hashlib.sha256(encoded).digest())
+    return BlockHash(hmac.digest(secret, encoded, "sha256"))
 
 
 def secret_fingerprint(secret: bytes) -> str:
-    """Return a hex digest that identifies a secret and does not reveal it."""
+    """Return a hex digest that identifies a secret without revealing it."""
     return root_digest(b"kvstore.secret.1", secret).hex()
 
 
@@ -100,8 +95,8 @@ def namespace_digest(
 ) -> BlockHash:
     """Return the digest of a namespace: the root of all its chains.
 
-    ``fingerprint`` is that of the layout; with ``block_tokens`` it gives blocks of other layouts and
-    sizes other keys. ``secret`` is that of the store, if any.
+    ``fingerprint`` is the layout's; with ``block_tokens`` it separates the keys of other layouts and block sizes.
+    ``secret`` is that of the store, if any.
     """
     fields = [
         b"kvstore.namespace.1",
@@ -165,11 +160,11 @@ def block_hashes(
 ) -> HashRun:
     """Return the chained digest of every whole block of ``tokens``, in order.
 
-    Digest i covers the root, every token and every image up to the end of block i. Tokens after
-    the last whole block are ignored.
+    Digest i covers the root, every token and every image up to the end of block i. Tokens after the last whole block
+    are ignored.
 
-    Cost: one SHA-256 over 4 bytes a token plus 45 bytes a block, in one pass of the C extension; a
-        block that an image touches is hashed by hashlib.
+    Cost: one SHA-256 over 4 bytes a token plus 45 bytes a block, in one pass of the C extension; a block with an image
+        is hashed by hashlib.
     """
     if sys.byteorder == "big":
         tokens = tokens.byteswap()
@@ -188,7 +183,7 @@ def block_hashes(
 
 
 def block_hash(parent: BlockHash, ids: bytes, images: bytes = _U32.pack(0)) -> BlockHash:
-    """Return the digest of one block, from its parent's digest, its stored ids and its images."""
+    """Return the digest of one block from its parent's digest, its stored ids and its images."""
     head = b"kvb1" + _U32.pack(len(ids) // 4) + parent
     return BlockHash(hashlib.sha256(head + ids + images).digest())
 
@@ -199,13 +194,12 @@ def identify(
     block_tokens: int,
     images: Sequence[ImageSpan] = (),
 ) -> tuple[NDArray[np.uint32], HashRun]:
-    """Return token ids as ``as_tokens`` does, in an array of their own, and their ``block_hashes``.
+    """Return token ids as ``as_tokens`` does, in a new array, and their ``block_hashes``.
 
     Raises:
         ValueError: as ``as_tokens``.
 
-    Cost: that of ``block_hashes`` for an array of 32 or 64 bits: ids are checked and copied in the same
-        pass.
+    Cost: that of ``block_hashes`` for an array of 32 or 64 bits: ids are checked and copied in the same pass.
     """
     array = _integers(tokens)
     kind = _KINDS.get(array.dtype)
@@ -243,7 +237,7 @@ def _plain_hashes(
     block_tokens: int,
     level: int = _LEVEL,
 ) -> bytes:
-    """Return the concatenated digests of blocks ``[start, stop)``, which no image touches."""
+    """Return the concatenated digests of blocks ``[start, stop)``, which have no images."""
     if stop <= start:
         return b""
     found = bytearray(_DIGEST_BYTES * (stop - start))
@@ -260,7 +254,7 @@ def _plain_hashes(
 
 
 def _image_fields(images: Sequence[ImageSpan], block_tokens: int) -> dict[int, bytes]:
-    """Return the encoded image fields of each block that an image touches."""
+    """Return the encoded image fields of each block with an image."""
     spans: dict[int, list[bytes]] = {}
     previous_stop = 0
     for image in sorted(images):

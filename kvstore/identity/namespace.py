@@ -12,15 +12,15 @@ from kvstore.errors import ConfigError
 SAMPLE_BYTES = 64 << 10
 """Bytes hashed at each sampled offset of a weight file."""
 SAMPLES = 64
-"""Offsets sampled in a weight file, evenly spread: at most 4 MiB are read of each shard."""
+"""Offsets sampled in a weight file, evenly spaced: at most 4 MiB are read of each shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Identity of blocks besides their tokens.
+    """Identity of blocks in addition to their tokens.
 
-    Two requests share blocks only if every field is equal. ``model`` is only a label: the same
-    label with other ``weights`` is another namespace.
+    Two requests share blocks only if every field is equal. ``model`` is only a label: the same label with other
+    ``weights`` is another namespace.
     """
 
     model: str
@@ -31,9 +31,9 @@ class Namespace:
     adapter: str | None = None
     """LoRA or other adapter. ``None`` and ``""`` differ."""
     tenant: str = ""
-    """Salt that keeps tenants apart."""
+    """Salt that separates tenants."""
     generation: int = 0
-    """Counts weight updates under one name."""
+    """Number of weight updates under one name."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` for fields that cannot be hashed."""
@@ -48,10 +48,9 @@ class Namespace:
 def weights_digest(folder: str | Path) -> str:
     """Return a digest of the weights in ``folder`` (or of one weight file).
 
-    Covers the config of a model or an adapter, and the name, the size, the first bytes (the header
-    of safetensors and GGUF files) and evenly sampled ranges of every shard. It covers neither the
-    folder's name nor the name a model is served under. It detects retrained or requantised weights,
-    but not a change of a few weights between two samples.
+    Covers the config of a model or an adapter, and the name, the size, the first bytes (the header of safetensors and
+    GGUF files) and evenly sampled ranges of every shard, but not the folder's name or the served model name. It
+    detects retrained or requantised weights, but not a change of a few weights between two samples.
 
     Raises:
         ConfigError: if there are no weights at ``folder``.

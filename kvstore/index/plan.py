@@ -1,7 +1,4 @@
-"""Decisions on loads, stores, evictions and replays, as values.
-
-Pure functions of lengths, residency and measured speeds.
-"""
+"""Decisions on loads, stores, evictions and replays, as values: pure functions of lengths, residency and speeds."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 REQUEST_SHARE = 0.5
-"""Default bound on a request's share of a tier. On six public traces (Mooncake, WEKA's Claude Code,
-LMCache's agents) LRU's hit ratio is the same with and without it if the tier holds two of the longest
-prompts; if it holds one, the ratio differs by -10.7 (one session alone) to +0.1 points, if half of one,
-by -13.4 to +2.0. A share of 0.25 costs up to 14 points at two prompts. docs/decisions/0043."""
+"""Default bound on a request's share of a tier. On six public traces (Mooncake, WEKA's Claude Code, LMCache's agents)
+LRU's hit ratio is the same with and without it if the tier holds two of the longest prompts; if it holds one, the ratio
+differs by -10.7 (one session alone) to +0.1 points, if half of one, by -13.4 to +2.0. A share of 0.25 costs up to 14
+points at two prompts. docs/decisions/0043."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +42,9 @@ class Floors:
     """Token positions that bound a replay. Source: docs/decisions/0010."""
 
     replay_start: int
-    read_floor: int
-    """First token whose window rows exist."""
-    write_floor: int
-    """GLOBAL entries of tokens below it are final; a replay must not overwrite them."""
-    window_write_floor: int
-    """Window rows of tokens below it are final."""
+    read_floor: int  # first token whose window rows exist
+    write_floor: int  # GLOBAL entries of tokens below it must not be overwritten
+    window_write_floor: int  # window rows of tokens below it are final
 
 
 def hit_limit(token_count: int, block_tokens: int) -> int:
@@ -61,8 +55,8 @@ def hit_limit(token_count: int, block_tokens: int) -> int:
 def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> Floors:
     """Return the floors of a hit.
 
-    ``window_tokens`` is W, 0 for a model without windows. ``snapshot_start`` is the first row of
-    the pooled window that ends at the hit; None if the pool has none.
+    ``window_tokens`` is W, 0 for a model without windows. ``snapshot_start`` is the first row of the pooled window that
+    ends at the hit; None if the pool has none.
     """
     if not window_tokens:
         return Floors(hit_tokens, 0, hit_tokens, hit_tokens)
@@ -73,10 +67,7 @@ def floors(hit_tokens: int, window_tokens: int, snapshot_start: int | None) -> F
 
 
 def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
-    """Return the loads of a hit: from the nearest tier, then from the next one for later blocks.
-
-    ``resident`` maps tiers, nearest first, to their leading blocks.
-    """
+    """Return the loads of a hit by tier; ``resident`` maps tiers, nearest first, to their numbers of leading blocks."""
     steps: list[Load] = []
     at = 0
     for tier, blocks in resident.items():
@@ -89,23 +80,19 @@ def loads(hit_blocks: int, resident: Mapping[str, int]) -> tuple[Load, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """The decision on blocks ``[start, stop)`` that a caller offers."""
+    """The decision on blocks ``[start, stop)`` offered by a caller."""
 
-    present: int
-    """Blocks already stored or queued."""
-    store: Store | None
-    """Blocks to write; None if there are none or their parent is missing."""
-    orphans: int
-    """Blocks dropped because the parent of ``start`` is neither stored nor queued."""
-    excess: int = 0
-    """Blocks dropped because they exceed the request's limit."""
+    present: int  # blocks already stored or queued
+    store: Store | None  # blocks to write; None if there are none or their parent is missing
+    orphans: int  # blocks dropped because the parent of ``start`` is neither stored nor queued
+    excess: int = 0  # blocks dropped because they exceed the request's limit
 
 
 def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:
     """Return the decision on blocks ``[start, stop)`` if the first ``known`` are stored or queued.
 
-    At most the first ``limit`` blocks of a request are stored, which are usable by themselves. Blocks
-    stored beyond the limit stay.
+    At most the first ``limit`` blocks of a request are stored, which are usable by themselves. Blocks already stored
+    beyond the limit remain.
     """
     if known < start:
         lost = stop - start
@@ -116,20 +103,14 @@ def stores(start: int, stop: int, known: int, limit: int) -> StorePlan:
 
 
 def request_blocks(tier_blocks: int, share: float | None) -> int:
-    """Return the most blocks of one request that a tier takes: ``share`` of it, at least one block.
-
-    None is no bound: as many as the tier holds.
-    """
+    """Return the most blocks of one request in a tier: ``share`` of it, at least one; None is no bound."""
     if share is None:
         return tier_blocks
     return min(tier_blocks, max(1, int(Fraction(str(share)) * tier_blocks)))
 
 
 def room(live_bytes: int, incoming_bytes: int, high_bytes: int, low_bytes: int) -> Evict | None:
-    """Return the eviction that ``incoming_bytes`` need.
-
-    None up to the high watermark; above it, down to the low one.
-    """
+    """Return the eviction down to the low watermark that ``incoming_bytes`` need; None up to the high one."""
     if live_bytes + incoming_bytes <= high_bytes:
         return None
     return Evict(max(0, live_bytes + incoming_bytes - low_bytes))
@@ -142,11 +123,10 @@ def worth_loading(
     load_seconds: float,
     prefill_seconds_per_token: float,
 ) -> bool:
-    """Say whether loading a hit is faster than computing its tokens.
+    """Return whether loading a hit is faster than computing its tokens.
 
-    A hit of at most W tokens without its window is not worth loading: replay runs all its tokens.
-    Otherwise the load must take less time than the prefill of the tokens that it saves. Before the
-    first measurement (0 seconds a token), such a hit is worth loading.
+    A hit of at most W tokens without its window is not worth loading: replay runs all its tokens. Otherwise the load
+    must be faster than the prefill of the tokens saved, or unmeasured (0 seconds a token).
     """
     if not hit_tokens:
         return False

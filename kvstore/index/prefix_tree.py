@@ -1,8 +1,8 @@
 """The index of a tier: a radix tree of the cached prefixes, closed under prefixes.
 
-A *segment* is a run of blocks without a fork or a request's end inside. Index and policies work on
-segments: public traces have 8 to 78 blocks per segment. The index has no medium, clock or lock:
-callers pass logical time and serialise calls, so the simulator runs the same objects.
+A *segment* is a run of blocks without a fork or a request's end inside. Index and policies operate on segments: public
+traces have 8 to 78 blocks per segment. The index uses no medium, clock or lock: callers pass ticks and serialise
+calls, so the simulator runs the same objects.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from kvstore.identity.block import KEY_BYTES, BlockKey
 from kvstore.identity.chain import split_keys
 from kvstore.policy.protocol import Policy
 
-NEVER = math.inf
-"""Expiry of a segment without one."""
-GONE = 0.0
-"""Expiry of a segment that no lookup may find, though a pin may still use it."""
+NEVER = math.inf  # expiry of a segment without one
+GONE = 0.0  # expiry of a segment that no lookup may find, although a pin may still use it
 
 
 class Segment:
-    """A run of blocks, evicted from its tail.
-
-    Compared by identity: callers hold segments as pins, so a split keeps the object of the lower
-    half.
-    """
+    """A run of blocks, evicted from its tail. Compared by identity: a split keeps the lower half's object."""
 
     __slots__ = (
         "children",
@@ -43,16 +37,12 @@ class Segment:
 
     def __init__(self, parent: Segment | None, keys: bytes, start: int, namespace_id: int) -> None:
         self.parent = parent
-        self.keys = keys
-        """Keys of its blocks, end to end."""
-        self.start = start
-        """Number of its first block, counted from the root of the chain."""
+        self.keys = keys  # concatenated keys of its blocks
+        self.start = start  # number of its first block in the chain
         self.namespace_id = namespace_id
-        self.children: dict[bytes, Segment] = {}
-        """By the key of their first block."""
+        self.children: dict[bytes, Segment] = {}  # by the key of their first block
         self.pins = 0
-        self.last_use = 0
-        """Logical time of the last request that used its last block."""
+        self.last_use = 0  # tick of the last request that used its last block
         self.expires = NEVER
 
     @property
@@ -76,7 +66,7 @@ class Segment:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is a leaf of the tree without pins."""
+        """Whether it is an unpinned leaf of the tree."""
         return bool(self.keys) and not self.children and not self.pins
 
     @property
@@ -107,19 +97,15 @@ class PrefixIndex:
     def __init__(self, policy: Policy[Segment]) -> None:
         self.root = Segment(None, b"", 0, 0)
         self._policy = policy
-        self._apart: dict[int, Policy[Segment]] = {}
-        """Second policies, by namespace, for evictions among some namespaces: one per set of them."""
+        self._apart: dict[int, Policy[Segment]] = {}  # by namespace, for evictions within a set
         self.blocks = 0
         self.segments = 0
-        self.expiring = 0
-        """Segments with an expiry; zero lets a match skip the check."""
+        self.expiring = 0  # segments with an expiry; with zero a match skips the check
 
     def match(self, chain: bytes, now: float = -NEVER) -> Position:
-        """Return where the longest present prefix of ``chain`` (keys end to end) ends.
+        """Return the end of the longest present prefix of ``chain`` (concatenated keys). Changes nothing.
 
-        A segment that has expired at ``now`` ends the match. Changes nothing.
-
-        Cost: one comparison of bytes per segment of the chain.
+        A segment that has expired at ``now`` ends the match. Cost: one comparison of bytes per segment of the chain.
         """
         segment, at, size = self.root, 0, len(chain)
         while at < size:
@@ -133,13 +119,13 @@ class PrefixIndex:
         return Position(segment, segment.blocks, at // KEY_BYTES)
 
     def split_at(self, position: Position) -> Segment:
-        """Return the segment that ends at ``position``; split the one that goes on behind it."""
+        """Return the segment that ends at ``position``; split a segment that continues after it."""
         if position.inside == position.segment.blocks:
             return position.segment
         return self._split(position.segment, position.inside)
 
     def _split(self, lower: Segment, at: int) -> Segment:
-        """Make a new *upper* segment of the first ``at`` blocks; pins of the lower half stay valid."""
+        """Create an *upper* segment of the first ``at`` blocks; pins of the lower half stay valid."""
         assert lower.parent is not None
         cut = at * KEY_BYTES
         upper = Segment(lower.parent, lower.keys[:cut], lower.start, lower.namespace_id)
@@ -158,7 +144,7 @@ class PrefixIndex:
     ) -> Segment:
         """Add later blocks of a request below ``parent``, to its segment if no other request used it.
 
-        ``now`` is the request's tick: it equals the parent's last use unless another request did.
+        ``now`` is the request's tick: it equals the parent's last use unless another request used it.
         """
         grows = parent.parent is not None and not parent.children
         if not (grows and parent.last_use == now and parent.expires == expires):
@@ -187,22 +173,18 @@ class PrefixIndex:
         return child
 
     def _count(self, parent: Segment, keys: bytes) -> None:  # noqa: ARG002 - for subclasses
-        """Count new blocks behind ``parent``."""
+        """Count new blocks below ``parent``."""
         self.blocks += len(keys) // KEY_BYTES
 
     def touch(self, segment: Segment, now: int) -> None:
-        """Record a use of all blocks from the root to the end of ``segment``.
-
-        Only the deepest segment of a chain needs it: children protect their parents, and a parent
-        inherits the recency of a removed child.
-        """
+        """Record a use of ``segment``, a chain's deepest; parents inherit the recency of removed children."""
         if segment.parent is not None:
             segment.last_use = now
             for policy in self._policies(segment):
                 policy.touch(segment)
 
     def renew(self, segment: Segment, expires: float) -> list[Segment]:
-        """Extend the expiry of ``segment`` and its ancestors to ``expires``; return the changed ones."""
+        """Extend the expiry of ``segment`` and its ancestors to ``expires``; return the changed segments."""
         changed = []
         node: Segment | None = segment
         while node is not None and node.parent is not None:
@@ -214,7 +196,7 @@ class PrefixIndex:
         return changed
 
     def expire_namespace(self, namespace_id: int) -> None:
-        """Expire all segments of a namespace. Pinned ones stay, and no timed ``match`` finds them."""
+        """Expire all segments of a namespace. Pinned ones remain, but no timed ``match`` finds them."""
         for segment in self:
             if segment.namespace_id == namespace_id:
                 self.expiring += segment.expires == NEVER
@@ -232,7 +214,7 @@ class PrefixIndex:
             self._release(segment)
 
     def is_pinned(self, segment: Segment) -> bool:
-        """Say whether ``segment`` or a descendant has a pin."""
+        """Return whether ``segment`` or a descendant has a pin."""
         pending = [segment]
         while pending:
             node = pending.pop()
@@ -263,19 +245,18 @@ class PrefixIndex:
         return apart
 
     def forget_namespace(self, namespace_id: int) -> None:
-        """Drop the second policy of a namespace without blocks: its number may be reused."""
+        """Remove the second policy of a namespace without blocks: its number may be reused."""
         self._apart.pop(namespace_id, None)
 
     def evict(
         self, blocks: int, now: float = -NEVER, among: Collection[int] | None = None
     ) -> list[BlockKey]:
-        """Remove at least ``blocks`` blocks if pins allow, expired ones first; return their keys.
+        """Remove at least ``blocks`` blocks if pins allow, expired ones first; return their keys, deepest first.
 
-        Evicts leaves, from their tails, so the rest is closed under prefixes; keys come deepest
-        first. ``among`` limits the eviction to one or more namespaces. Namespaces of one call must
-        stay together in later calls, which may name more.
+        Evicts leaves, from their tails, so the rest is closed under prefixes. ``among`` limits the eviction to one or
+        more namespaces. Namespaces of one call must stay together in later calls, which may name more.
 
-        Cost: O(log n) a segment; a walk over all segments for a new set of namespaces.
+        Cost: O(log n) a segment; an iteration over all segments for a new set of namespaces.
         """
         policy = self._policy if among is None else self._policy_of(among)
         removed: list[BlockKey] = []
@@ -292,10 +273,7 @@ class PrefixIndex:
         return removed
 
     def remove_from(self, position: Position) -> list[BlockKey]:
-        """Remove all blocks behind ``position`` in its segment and below, pinned or not.
-
-        Returns their keys, deepest first.
-        """
+        """Remove all blocks after ``position`` in its segment and below, pinned or not; return keys, deepest first."""
         removed: list[BlockKey] = []
         segment = position.segment
         for child in list(segment.children.values()):
@@ -315,7 +293,7 @@ class PrefixIndex:
     def _remove_subtree(
         self, segment: Segment, removed: list[BlockKey], *, force: bool = False
     ) -> None:
-        """Remove a segment and its descendants, children first; without ``force`` not pinned ones."""
+        """Remove a segment and its descendants, children first; pinned ones only with ``force``."""
         pending, order = [segment], []
         while pending:
             node = pending.pop()
@@ -326,7 +304,7 @@ class PrefixIndex:
                 self._trim(node, node.blocks, removed)
 
     def _trim(self, segment: Segment, count: int, removed: list[BlockKey]) -> None:
-        """Drop the last ``count`` blocks of a leaf."""
+        """Remove the last ``count`` blocks of a leaf."""
         assert not segment.children
         parent = segment.parent
         assert parent is not None
@@ -365,13 +343,7 @@ class PrefixIndex:
 
 
 class KeyedIndex(PrefixIndex):
-    """An index that also knows the parent of each block by its key.
-
-    Invariants:
-        ``parents`` has exactly the blocks of all segments.
-
-    Cost: two references a block.
-    """
+    """An index that also maps the key of each block to its parent's. Cost: two references a block."""
 
     def __init__(
         self, policy: Policy[Segment], on_removed: Callable[[BlockKey], object] | None = None
@@ -379,8 +351,7 @@ class KeyedIndex(PrefixIndex):
         """``on_removed`` is called with each removed key, during the removal."""
         super().__init__(policy)
         self._on_removed = on_removed
-        self.parents: dict[BlockKey, BlockKey] = {}
-        """Parent key of each block by key; empty for the first block of a chain."""
+        self.parents: dict[BlockKey, BlockKey] = {}  # by key; empty for a chain's first block
 
     @override
     def _count(self, parent: Segment, keys: bytes) -> None:
@@ -404,7 +375,7 @@ def _shared_bytes(keys: bytes, chain: bytes, at: int) -> int:
     size = min(len(keys), len(chain) - at)
     if keys[:size] == chain[at : at + size]:
         return size
-    low, high = 0, size // KEY_BYTES  # equal keys have equal ancestors: bisect
+    low, high = 0, size // KEY_BYTES  # equal keys have equal ancestors: binary search
     while high - low > 1:
         middle = (low + high) // 2
         stop = middle * KEY_BYTES

@@ -1,4 +1,4 @@
-"""Policies of one queue in the order of storing: FIFO, CLOCK and SIEVE."""
+"""Policies with one queue in order of arrival: FIFO, CLOCK and SIEVE."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ class Fifo(Ranked[S], Generic[S]):
     """Evict the segment stored first."""
 
     def __init__(self) -> None:
-        self._places: dict[S, Any] = {}
-        """Position of each segment in the queue; a split leaves both halves at the same one."""
+        self._places: dict[S, Any] = {}  # position in the queue, the same for split halves
         super().__init__(self._places.get)
-        self._end = count().__next__
-        """Returns the next position at the end of the queue."""
+        self._end = count().__next__  # returns the next position at the end of the queue
 
     @override
     def insert(self, segment: S) -> None:
@@ -36,12 +34,11 @@ class Fifo(Ranked[S], Generic[S]):
 
 
 class Clock(Fifo[S], Generic[S]):
-    """Evict the segment stored first; a used one moves to the end of the queue instead."""
+    """Evict the segment stored first; a used segment moves to the end of the queue instead."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._used: set[S] = set()
-        """Segments with a use since the last pass; it spares them once."""
+        self._used: set[S] = set()  # segments used since the last pass, which spares them once
 
     @override
     def touch(self, segment: S) -> None:
@@ -69,10 +66,10 @@ class Clock(Fifo[S], Generic[S]):
 
 
 class Sieve(Clock[S], Generic[S]):
-    """Evict the first unused segment that a hand meets; a used one keeps its position.
+    """Evict the first unused segment that a hand reaches; a used one keeps its position.
 
-    The hand walks from the oldest segment to the newest and begins again. A position is a lap and a
-    number: the lap in which the hand meets the segment, and its order of arrival.
+    The hand moves from the oldest segment to the newest and starts again. A position is a lap and a number: the lap in
+    which the hand reaches the segment, and its order of arrival.
     """
 
     def __init__(self) -> None:
@@ -91,7 +88,7 @@ class Sieve(Clock[S], Generic[S]):
         lap, since = place = self._places[segment]
         super().remove(segment)
         if since == self._newest and place == self._hand:
-            self._hand = lap + 1, -1  # the next segment to arrive would lie behind the hand
+            self._hand = lap + 1, -1  # otherwise the next new segment would be behind the hand
 
     @override
     def release(self, segment: S) -> None:

@@ -14,8 +14,7 @@ class Lfu(Ranked[S], Generic[S]):
     """Evict the least often used segment, the least recently used among equals."""
 
     def __init__(self) -> None:
-        self._uses: dict[S, int] = {}
-        """Uses of a segment and of its removed descendants, without the request that stored it."""
+        self._uses: dict[S, int] = {}  # by segment, its removed descendants included
         super().__init__(self._rank)
 
     def _rank(self, segment: S) -> Any:
@@ -44,18 +43,16 @@ class Lfu(Ranked[S], Generic[S]):
 class Gdsf(Lfu[S], Generic[S]):
     """Evict the lowest rank: uses times worth, plus the age of the cache at the last use.
 
-    The age is the rank of the last victim, so unused segments fall behind. All blocks have one size;
-    worth is the computation that a block saves.
+    The age is the rank of the last victim, so unused segments fall behind. All blocks have one size; worth is the
+    computation that a block saves.
     """
 
-    _deeper = 0.0
-    """Additional worth per block above it; a first block is worth 1."""
+    _deeper = 0.0  # additional worth per block above it; a first block is worth 1
 
     def __init__(self) -> None:
         super().__init__()
         self._age = 0.0
-        self._bases: dict[S, float] = {}
-        """Age of the cache at the last use of each segment."""
+        self._bases: dict[S, float] = {}  # age of the cache at the last use of each segment
 
     @override
     def _rank(self, segment: S) -> Any:
@@ -93,12 +90,12 @@ class Gdsf(Lfu[S], Generic[S]):
 
 
 class Cost(Gdsf[S], Generic[S]):
-    """GDSF whose worth of a block grows with its depth, as the time to compute it does."""
+    """GDSF in which the worth of a block grows with its depth, like the time to compute it."""
 
     DOUBLING_BLOCKS = 256
-    """Depth at which a block costs twice as much to compute as the first: about 30,000 tokens, or 256
-    blocks of 128. There a dense 8B model (32 layers of 4,096) spends as many FLOPs on attention, 4 * 32 *
-    4,096 per token and token of depth, as on all else, 2 * 8e9 per token."""
+    """Depth at which computing a block costs twice as much as the first: about 30,000 tokens, or 256 blocks of 128.
+    There a dense 8B model (32 layers of 4,096) spends as many FLOPs on attention, 4 * 32 * 4,096 per token and token
+    of depth, as on everything else, 2 * 8e9 per token."""
     _deeper = 1 / DOUBLING_BLOCKS
 
     @override

@@ -1,4 +1,4 @@
-"""Ghosts: the record that policies keep of evicted blocks."""
+"""Ghosts: records of evicted blocks, kept by policies."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from kvstore.policy.protocol import Evictable
 
 
 class Ghosts:
-    """Recent evictions: the first block of each, and its number of blocks.
-
-    A chain that returns resumes at the first evicted block, so its key identifies the eviction.
-    """
+    """Recent evictions: the key of the first block of each, where a chain that returns resumes, and the block count."""
 
     __slots__ = ("_cuts", "blocks")
 
     def __init__(self) -> None:
-        # Not a plain dict: its first item is found in O(removed items).
+        # Not a plain dict, whose first item is found in O(removed items).
         self._cuts: OrderedDict[Hashable, int] = OrderedDict()
-        self.blocks = 0
-        """Number of blocks recorded."""
+        self.blocks = 0  # number of blocks recorded
 
     def add(self, segment: Evictable, blocks: int) -> None:
         """Record the eviction of the last ``blocks`` blocks of a segment, before it happens."""
@@ -29,12 +25,12 @@ class Ghosts:
         self._cuts[key] = blocks
 
     def shrink(self, limit: float) -> None:
-        """Drop the oldest evictions until at most ``limit`` blocks are left."""
+        """Remove the oldest records until at most ``limit`` blocks are left."""
         while self.blocks > limit and self._cuts:
             self.blocks -= self._cuts.popitem(last=False)[1]
 
     def take(self, segment: Evictable) -> bool:
-        """Say whether a new segment resumes a recorded eviction, and drop the record."""
+        """Return whether a new segment resumes a recorded eviction, and remove the record."""
         if not self._cuts:
             return False
         blocks = self._cuts.pop(segment.key(segment.start), 0)

@@ -1,4 +1,4 @@
-"""A caller's policy, replaced by LRU once it fails."""
+"""A caller's policy, replaced by LRU after a failure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ METHODS = ("fresh", "insert", "resize", "touch", "split", "release", "remove", "
 class Guarded(Policy[S], Generic[S]):
     """Delegates to a policy until it raises or chooses no evictable segment.
 
-    Then a new LRU of all segments replaces it, and ``on_fault`` gets the error, once. The index never
-    sees an exception, and an eviction succeeds if any segment is evictable.
-
-    Cost: one reference per segment.
+    Then a new LRU of all segments replaces it, and ``on_fault`` receives the error, once. The index never sees an
+    exception, and an eviction succeeds if any segment is evictable. Cost: one reference per segment.
     """
 
     def __init__(self, policy: Policy[S], on_fault: Callable[[Exception], object]) -> None:
@@ -75,15 +73,16 @@ class Guarded(Policy[S], Generic[S]):
         return self._policy.victim(blocks)
 
     def _checked(self, found: Any) -> S | None:
-        """Return an evictable victim, or None if no segment is evictable; else raise."""
+        """Return an evictable victim, or None if no segment is evictable; otherwise raise."""
         if found is None:
-            loose = sum(segment.is_evictable for segment in self._segments)
-            if loose:
-                msg = f"victim() returned None, expected one of {loose} segments that may go"
-                raise ValueError(msg)
+            evictable = sum(segment.is_evictable for segment in self._segments)
+            if evictable:
+                raise ValueError(
+                    f"victim() returned None, expected one of {evictable} evictable segments"
+                )
             return None
         if found not in self._segments or not found.is_evictable:
-            raise ValueError(f"victim() returned {found!r}, expected a segment that may go")
+            raise ValueError(f"victim() returned {found!r}, expected an evictable segment")
         chosen: S = found
         return chosen
 

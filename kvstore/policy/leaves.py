@@ -1,8 +1,4 @@
-"""Evictable segments in the order of a rank.
-
-A heap whose stale entries are dropped or moved when they reach the top. A use costs O(1), an eviction
-O(log n).
-"""
+"""Evictable segments by rank: a heap with stale entries, removed at the top. A use costs O(1), an eviction O(log n)."""
 
 from __future__ import annotations
 
@@ -15,15 +11,14 @@ from typing_extensions import override
 
 from kvstore.policy.protocol import Policy, S
 
-FEW = 64
-"""Fewest entries at which the heap is cleaned."""
+FEW = 64  # fewest entries at which the heap is cleaned
 
 
 class Leaves(Generic[S]):
-    """Segments by rank, lowest first; first pushed first among equals.
+    """Segments by rank, lowest first; among equals, the first pushed.
 
-    ``rank`` returns None for a segment that was moved to other leaves. A rank may grow at any time.
-    Push a segment again if its rank falls, it becomes evictable, or it is moved here.
+    ``rank`` returns None for a segment that was moved to other leaves. A rank may increase at any time. Push a segment
+    again if its rank decreases, it becomes evictable, or it is moved here.
     """
 
     __slots__ = ("_allowed", "_heap", "_next", "_rank")
@@ -38,14 +33,14 @@ class Leaves(Generic[S]):
         return len(self._heap)
 
     def push(self, segment: S) -> None:
-        """Add a segment with its present rank."""
+        """Add a segment with its current rank."""
         heap = self._heap
         heappush(heap, (self._rank(segment), self._next(), segment))
         if len(heap) > self._allowed:
             self._clean()
 
     def _clean(self) -> None:
-        """Keep one entry per evictable segment, with its present rank."""
+        """Keep one entry per evictable segment, with its current rank."""
         segments = {id(entry[2]): entry[2] for entry in self._heap}.values()
         self._heap = [
             (rank, self._next(), segment)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 
 class Evictable(Protocol):
-    """A segment as a policy sees it."""
+    """A segment, as seen by a policy."""
 
     last_use: int
     start: int
@@ -17,7 +17,7 @@ class Evictable(Protocol):
 
     @property
     def parent(self) -> Any:
-        """The segment that it is a child of; still set after its removal."""
+        """The segment of which it is a child; still set after its removal."""
         ...
 
     @property
@@ -27,7 +27,7 @@ class Evictable(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is a leaf of the tree without pins."""
+        """Whether it is an unpinned leaf of the tree."""
         ...
 
     def key(self, number: int) -> Hashable:
@@ -39,12 +39,12 @@ S = TypeVar("S", bound=Evictable)
 
 
 class Policy(Protocol[S]):
-    """Eviction order over the segments of one index.
+    """Eviction order of the segments of one index.
 
     The index notifies the policy of every change; by default a notification has no effect.
 
-    ``touch`` names only the deepest segment of a chain. It is a use of all its ancestors too, so a
-    parent takes over the uses of a removed child. Source: docs/decisions/0030.
+    ``touch`` names only the deepest segment of a chain. It is a use of all its ancestors too, so a parent inherits the
+    uses of a removed child. Source: docs/decisions/0030.
 
     Threads: the caller of the index serialises every call.
     """
@@ -54,13 +54,13 @@ class Policy(Protocol[S]):
         return type(self)()
 
     def insert(self, segment: S) -> None:
-        """Add a new leaf. A policy made later gets every present segment, by last use.
+        """Add a new leaf; its parent has the same ``last_use`` if one request created both.
 
-        Its parent has the same ``last_use`` if one request made both.
+        A policy created later receives every present segment, by last use.
         """
 
     def resize(self, segment: S) -> None:
-        """``segment`` lost blocks at its end, or the request that made it added some."""
+        """``segment`` lost blocks at its end, or the request that created it added some."""
         return
 
     def touch(self, segment: S) -> None:
@@ -68,7 +68,7 @@ class Policy(Protocol[S]):
         return
 
     def split(self, upper: S, lower: S) -> None:
-        """``upper`` is a new segment of the first blocks of ``lower``; it is no leaf."""
+        """``upper`` is a new segment of the first blocks of ``lower``; it is not a leaf."""
         return
 
     def release(self, segment: S) -> None:
@@ -81,6 +81,6 @@ class Policy(Protocol[S]):
     def victim(self, blocks: int) -> S | None:
         """Return the evictable segment to evict from next, or None if there is none.
 
-        Its last ``blocks`` blocks, or all of fewer, are removed next: ``resize`` or ``remove`` follows.
+        Its last ``blocks`` blocks, or all if fewer, are removed next: ``resize`` or ``remove`` follows.
         """
         ...

@@ -1,4 +1,4 @@
-"""Policies of several queues, one for what was used once: S3-FIFO, 2Q, ARC and SLRU."""
+"""Policies with several queues, one for segments used once: S3-FIFO, 2Q, ARC and SLRU."""
 
 from __future__ import annotations
 
@@ -24,23 +24,17 @@ class Queue(Leaves[S], Generic[S]):
 
 
 class _Queues(Policy[S], Generic[S]):
-    """A policy that keeps each segment in one of its queues.
-
-    Subclasses choose the queue of a new segment, the effect of a use, and the queue of a victim.
-    """
+    """A policy that keeps each segment in one queue; subclasses choose it, and the effect of a use."""
 
     def __init__(self, queues: int) -> None:
         self._queues = tuple(Queue[S]() for _ in range(queues))
-        self._queue: dict[S, Queue[S]] = {}
-        """The queue that each segment is in."""
+        self._queue: dict[S, Queue[S]] = {}  # the queue of each segment
         self._sizes: dict[S, int] = {}
-        self._blocks = 0
-        """Blocks in all queues."""
-        self._end = count().__next__
-        """Returns the next position at the end of a queue that is no LRU."""
+        self._blocks = 0  # blocks in all queues
+        self._end = count().__next__  # returns the next position in a queue without LRU
 
     def enter(self, segment: S, queue: Queue[S], place: int) -> None:
-        """Add a new segment to a queue, as a leaf."""
+        """Add a new segment, a leaf, to a queue."""
         size = segment.stop - segment.start
         self._sizes[segment] = size
         self._blocks += size
@@ -61,7 +55,7 @@ class _Queues(Policy[S], Generic[S]):
             queue.push(segment)
 
     def made_with(self, segment: S) -> Queue[S] | None:
-        """Return the queue of the parent if the same request made both, else None."""
+        """Return the queue of the parent if the same request created both, else None."""
         parent = segment.parent
         if parent is None or parent.last_use != segment.last_use:
             return None
@@ -110,12 +104,10 @@ class _TwoQueues(_Queues[S], Generic[S]):
 
 
 class _Probation(_TwoQueues[S], Generic[S]):
-    """New segments that were evicted and return are kept."""
+    """Evicted new segments are kept when they return."""
 
-    NEW_SHARE: float
-    """Largest share of all blocks in the queue of new segments."""
-    GHOST_SHARE: float
-    """Most blocks recorded as ghosts, as a share of all blocks."""
+    NEW_SHARE: float  # largest share of all blocks in the queue of new segments
+    GHOST_SHARE: float  # most blocks recorded as ghosts, as a share of all blocks
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,15 +124,14 @@ class _Probation(_TwoQueues[S], Generic[S]):
             is_kept = self._ghosts.take(segment)
             queue = self._kept if is_kept else self._new
         self.enter(segment, queue, self.place(segment))
-        # Here, not on eviction: a returning segment is stored after room was made for it.
+        # Here, not on eviction: a returning segment is stored after the eviction that makes room for it.
         self._ghosts.shrink(self.GHOST_SHARE * self._blocks)
 
 
 class TwoQ(_Probation[S], Generic[S]):
-    """Evict new segments in order of arrival; those that return after it are kept by last use."""
+    """Evict new segments in order of arrival; segments that return later are kept by last use."""
 
-    NEW_SHARE, GHOST_SHARE = 0.25, 0.5
-    """As Johnson and Shasha: a quarter for new segments, ghosts for half of the blocks."""
+    NEW_SHARE, GHOST_SHARE = 0.25, 0.5  # of all blocks, as Johnson and Shasha
 
     @override
     def place(self, segment: S) -> int:
@@ -166,16 +157,14 @@ class TwoQ(_Probation[S], Generic[S]):
 
 
 class S3Fifo(_Probation[S], Generic[S]):
-    """Evict from a small queue of new segments; segments used twice move to the main one."""
+    """Evict from a small queue of new segments; segments used twice move to the main queue."""
 
     NEW_SHARE, GHOST_SHARE, MOVING, MOST = 0.1, 0.9, 2, 3
-    """As Yang et al.: a tenth for new segments, as many ghosts as main blocks, two uses to move, at
-    most three uses counted."""
+    """As Yang et al.: a tenth for new segments, as many ghosts as main blocks, two uses to move, three counted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._marks: dict[S, int] = {}
-        """Uses of a segment since it was last spared, if any."""
+        self._marks: dict[S, int] = {}  # uses of a segment since it was last spared, if any
 
     @override
     def place(self, segment: S) -> int:
@@ -224,23 +213,17 @@ class S3Fifo(_Probation[S], Generic[S]):
 
 
 class Arc(_TwoQueues[S], Generic[S]):
-    """Evict by last use from the segments used once or from those used again, balanced by ghosts.
-
-    A segment that returns after an eviction gives its side more room.
-    """
+    """Evict by last use from segments used once or again; an evicted one that returns enlarges its side."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ghosts = (Ghosts(), Ghosts())
-        self._used: set[S] = set()
-        """Kept segments with a use of their own, or of a removed descendant."""
-        self._target = 0.0
-        """Most blocks of new segments."""
-        self._most = 0
-        """Most blocks so far: the capacity of the tier."""
+        self._used: set[S] = set()  # kept segments with a use, or a removed descendant's
+        self._target = 0.0  # most blocks of new segments
+        self._most = 0  # most blocks so far: the capacity of the tier
 
-    def _is_remembered(self, segment: S) -> bool:
-        """Say whether a new segment resumes a recent eviction, and adapt the target."""
+    def _has_returned(self, segment: S) -> bool:
+        """Return whether a new segment resumes a recent eviction, and adapt the target."""
         new, kept = self._ghosts
         blocks = segment.stop - segment.start
         news, kepts = new.blocks, kept.blocks
@@ -256,7 +239,7 @@ class Arc(_TwoQueues[S], Generic[S]):
     def insert(self, segment: S) -> None:
         queue = self.made_with(segment)
         if queue is None:
-            queue = self._kept if self._is_remembered(segment) else self._new
+            queue = self._kept if self._has_returned(segment) else self._new
         self.enter(segment, queue, segment.last_use)
         self._most = max(self._most, self._blocks)
         new, kept = self._ghosts
@@ -294,13 +277,9 @@ class Arc(_TwoQueues[S], Generic[S]):
 
 
 class Slru(_Queues[S], Generic[S]):
-    """Evict from the lowest of four LRU queues.
+    """Evict from the lowest of four LRU queues. A hit promotes by one; a queue above its quarter demotes its oldest."""
 
-    A hit promotes a segment one queue; a queue over a quarter of the blocks demotes its oldest.
-    """
-
-    QUEUES = 4
-    """Huang et al.'s S4LRU."""
+    QUEUES = 4  # Huang et al.'s S4LRU
 
     def __init__(self) -> None:
         super().__init__(self.QUEUES)

@@ -57,7 +57,7 @@ POLICIES: Mapping[str, Entry] = MappingProxyType(
         "ttl": Entry(Ttl, "evicts what expires first, then by last use", "-"),
     }
 )
-"""The tiers and the simulator use the same classes."""
+"""Used by the tiers and by the simulator."""
 
 
 def make_policy(name: str) -> Policy[Any]:

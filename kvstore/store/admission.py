@@ -1,4 +1,4 @@
-"""Admission: which blocks of a ``store`` call are stored, and their way into the write queue."""
+"""Admission: the selection of blocks of a ``store`` call, and their submission to the write queue."""
 
 from __future__ import annotations
 
@@ -19,31 +19,21 @@ from kvstore.store.pending import PendingBlocks, StoreRequest
 from kvstore.store.retention import Renewal, Retention
 from kvstore.transfer.commit_queue import CommitQueue, QueuedBlock
 
-Encode = Callable[[Header], bytearray]
-"""Returns the frame of the block that a header names."""
+Encode = Callable[[Header], bytearray]  # returns the frame of the block described by a header
 
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
     """The outcome of a ``store`` call, in blocks."""
 
-    end: int
-    """Leading blocks that are now stored or queued."""
-    present: int
-    """Offered blocks that were stored or queued already."""
-    dropped: int
-    """Blocks not taken: the queue was full, the parent was missing, or the request was too long."""
+    end: int  # leading blocks that are now stored or queued
+    present: int  # offered blocks that were stored or queued already
+    dropped: int  # not accepted: full queue, missing parent, or too long a request
 
 
 @dataclass(eq=False)
 class Admission:
-    """Queues the new blocks of ``store`` calls and renews the others.
-
-    Invariants:
-        Blocks are queued after their parents.
-
-    Threads: any.
-    """
+    """Queues the new blocks of ``store`` calls, each after its parent, and renews the others. Threads: any."""
 
     context: Context
     frames: Frames
@@ -52,8 +42,7 @@ class Admission:
     queue: CommitQueue[StoreRequest]
     retention: Retention
     failures: WriteFailures
-    request_blocks: int
-    """Most blocks of one request that are stored."""
+    request_blocks: int  # most stored blocks of one request
 
     def store(
         self,
@@ -96,7 +85,7 @@ class Admission:
     def _enqueue(
         self, request: StoreRequest, wanted: plan.Store, encode: Encode, deadline: float
     ) -> tuple[int, str]:
-        """Queue blocks in order; return where that ended, and the reason if that is too early."""
+        """Queue blocks in order; return the end, and the reason if not all were queued."""
         for number in range(wanted.start, wanted.stop):
             if self.failures.is_stopped:
                 return number, "write_error"
@@ -107,10 +96,7 @@ class Admission:
         return wanted.stop, ""
 
     def _submit(self, request: StoreRequest, number: int, encode: Encode) -> bool:
-        """Frame one block without the lock, then queue it unless another thread did.
-
-        Returns False if the store is being closed.
-        """
+        """Frame one block without the lock, then queue it unless another thread did; False if the store is closing."""
         prefix = request.prefix
         header = Header(
             block_tokens=self.frames.block_tokens,
@@ -129,8 +115,8 @@ class Admission:
             if block.key in self.pending:
                 self.context.metrics.present_blocks += 1
                 return True
-            # Before the block is queued: an interrupt between the two leaves a name until the store
-            # is closed. In the other order it would leave a block without a namespace.
+            # Before the block is queued: an interrupt between the two leaves an unused name until the store is closed.
+            # In the other order it would leave a block without a namespace.
             self.namespaces.acquire_again(request.namespace_id)
             if not self.queue.submit(block):
                 self.namespaces.release(request.namespace_id)

@@ -1,4 +1,4 @@
-"""The check that two openings of one store in a process have the same options."""
+"""The check that all openings of one store in a process use the same options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvstore.errors import ConfigError, LayoutMismatch, brief
 from kvstore.layout import LayerGroup, Layout
 
 _FOR = frozenset({"block_tokens", "key_bytes", "secret", "ssd_formats"})
-"""Options that decide, with the layout, which blocks a store holds."""
+"""Options that determine, with the layout, the blocks of a store."""
 
 
 def check_agreement(path: Path, options: Any, in_force: Any, given: Collection[str]) -> None:
     """Compare the ``given`` options with those in force.
 
     Raises:
-        LayoutMismatch: if the store holds other blocks; every difference is named.
+        LayoutMismatch: if the store contains other blocks; every difference is named.
         ConfigError: if another option differs; every difference is named.
     """
     layouts = in_force.layout, options.layout
@@ -37,7 +37,7 @@ def check_agreement(path: Path, options: Any, in_force: Any, given: Collection[s
 
 
 def _layout_differences(found: Layout, expected: Layout) -> list[str]:
-    """Describe the groups of any lifetime that differ between two layouts; labels do not count."""
+    """Describe the differences between the groups of two layouts, of any lifetime; labels are ignored."""
     parts = []
     if found.window_tokens != expected.window_tokens:
         parts.append(f"window_tokens {found.window_tokens}, found {expected.window_tokens}")

@@ -1,4 +1,4 @@
-"""Group commits: a batch of queued blocks in one transaction, then in the index."""
+"""Group commits: a batch of queued blocks is written in one transaction, then added to the index."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from kvstore.tier.ssd.records import Record
 from kvstore.tier.ssd.tier import SsdTier
 from kvstore.tier.ssd.values import Put
 
-RETRY_EVICTION_BLOCKS = 16
-"""Blocks evicted before a commit that found no room is tried again. docs/decisions/0009."""
-FULL_RETRIES = 3
-"""Pages freed in a transaction come back two later, so one eviction is not enough on a full disk."""
+RETRY_EVICTION_BLOCKS = 16  # before a commit without room is retried. docs/decisions/0009.
+FULL_RETRIES = 3  # freed pages are reusable two transactions later
 
 # ---- decisions ---------------------------------------------------------------------------------
 
@@ -45,16 +43,12 @@ class Run:
 
     @property
     def parent_path(self) -> bytes:
-        """Keys of all blocks before the run, end to end."""
+        """Concatenated keys of all blocks before the run."""
         return self.request.prefix.path[: self.first * KEY_BYTES]
 
 
 def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, int]:
-    """Split a batch into runs of blocks to write.
-
-    Returns the runs, the count of blocks that are stored already, and the count of blocks whose
-    parent was removed while they were queued.
-    """
+    """Return a batch as runs to write, and the numbers of stored blocks and of blocks without a parent."""
     runs: list[Run] = []
     present = orphans = 0
     staged: set[BlockKey] = set()
@@ -73,7 +67,7 @@ def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, 
 
 
 def cut(runs: Iterable[Run], room: int, size: Callable[[bytearray], int]) -> int:
-    """Cut off the blocks, in order, that do not fit into ``room`` bytes; return how many."""
+    """Remove the blocks, in order, that do not fit into ``room`` bytes; return their number."""
     dropped = 0
     for run in runs:
         fitting = 0
@@ -88,7 +82,7 @@ def cut(runs: Iterable[Run], room: int, size: Callable[[bytearray], int]) -> int
 
 
 def as_put(frames: Frames, block: Queued, tick: int) -> Put:
-    """Return a block with its record, as the tier writes it."""
+    """Return a block with its record, as written by the tier."""
     request, form = block.request, frames.form_of(block.frame)
     record = Record(
         parent=block.parent,
@@ -111,13 +105,7 @@ def as_put(frames: Frames, block: Queued, tick: int) -> Put:
 
 @dataclass(eq=False)
 class Committer:
-    """Writes batches of queued blocks.
-
-    Invariants:
-        A block enters the index after its transaction has succeeded.
-
-    Threads: the writer thread; ``sync`` from any.
-    """
+    """Writes batches of queued blocks in the writer thread, then adds them to the index. ``sync`` may run in any."""
 
     context: Context
     ssd: SsdTier
@@ -129,14 +117,13 @@ class Committer:
     removal: Removal
     eviction: Eviction
     failures: WriteFailures
-    changing: threading.RLock
-    """The writer's lock of changes."""
+    changing: threading.RLock  # the writer's lock of changes
     _is_crowded: bool = False
-    """Whether the last commit found no room although blocks were evicted for it: a stalled reader keeps
-    their pages, or other files fill the disk. More evictions would only empty the store."""
+    """Whether the last commit found no room despite evictions: a stalled reader keeps the pages, or other files fill
+    the disk. More evictions would only empty the store."""
 
     def commit(self, batch: Sequence[Queued]) -> None:
-        """Write a batch, then apply the renewals that were deferred until its blocks are stored."""
+        """Write a batch, then apply the renewals that waited for its blocks."""
         try:
             with self.changing:
                 self._write(batch)
@@ -148,7 +135,7 @@ class Committer:
             self.removal.sweep()
 
     def _write(self, batch: Sequence[Queued]) -> None:
-        """Make room, write one transaction, then publish it in the index."""
+        """Make room, write one transaction, then add the blocks to the index."""
         with self.context.lock:
             runs, present, orphans = split(batch, self.index)
             self.context.metrics.present_blocks += present
@@ -169,7 +156,7 @@ class Committer:
                     self.index.unpin(segment)
 
     def _pin_parents(self, runs: Iterable[Run]) -> list[Segment]:
-        """Pin the parents of a batch, so that making room never evicts them."""
+        """Pin the parents of a batch, so that making room does not evict them."""
         pinned = []
         for run in runs:
             position = self.index.match(run.parent_path)
@@ -180,7 +167,7 @@ class Committer:
         return pinned
 
     def _make_room(self, runs: list[Run]) -> None:
-        """Evict where a batch would cross a limit, quotas before the cap, and drop what is over."""
+        """Evict if a batch would cross a limit, quotas before the cap; drop the blocks that do not fit."""
         for lineage in self.namespaces.lineages(run.request.namespace_id for run in runs):
             limit = quota_limit(lineage, self.ssd.usage)
             if limit is not None:
@@ -190,7 +177,7 @@ class Committer:
         runs[:] = [run for run in runs if run.blocks]
 
     def _fit(self, runs: Sequence[Run], limit: Limit) -> None:
-        """Make room for runs below a limit, and drop the blocks that find none."""
+        """Make room for runs below a limit, and drop the blocks that do not fit."""
         size = self.ssd.stored_bytes
         self.eviction.free(limit, sum(size(block.frame) for run in runs for block in run.blocks))
         self.context.count_drop(limit.reason, cut(runs, limit.high - limit.used(), size))
@@ -209,7 +196,7 @@ class Committer:
         self._is_crowded = False
         self.failures.note_success()
         self.namespaces.note_named(numbers)
-        with self.context.lock:  # only now: a block whose put fails is still to be deleted
+        with self.context.lock:  # only now: if the put fails, the block must still be deleted
             self.removal.note_written({put.key for put in puts})
             for put in puts:
                 self.context.metrics.note_form(put.record)
@@ -218,7 +205,7 @@ class Committer:
     def _put_with_retries(
         self, puts: Sequence[Put], uses: Mapping[BlockKey, int], names: Mapping[str, bytes]
     ) -> bool:
-        """Write one transaction; where there is no room, evict a few blocks and try again."""
+        """Write one transaction; for lack of room, evict a few blocks and retry."""
         for attempt in range(1 + FULL_RETRIES):
             try:
                 self.ssd.put(puts, uses, names)
@@ -235,7 +222,7 @@ class Committer:
         return True
 
     def _publish(self, runs: Iterable[Run]) -> None:
-        """Add committed runs to the index; delete those that lost their parent meanwhile."""
+        """Add committed runs to the index; delete runs whose parent was removed meanwhile."""
         orphans: list[BlockKey] = []
         amendments: list[Amendment] = []
         with self.context.lock:
@@ -262,11 +249,7 @@ class Committer:
             self.removal.delete(orphans)
 
     def sync(self) -> None:
-        """Write recorded uses and make every commit so far survive power loss.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
-        """
+        """Write recorded uses and make all commits durable. Raises one of ``MEDIUM_ERRORS``."""
         with self.context.lock:
             uses = self.retention.take_uses()
         try:
@@ -275,6 +258,6 @@ class Committer:
         except MEDIUM_ERRORS as error:
             if not self.ssd.lacks_room(error, 1):
                 raise
-            with self.context.lock:  # a later commit writes them: no block depends on recency
+            with self.context.lock:  # written by a later commit: no block depends on recency
                 self.retention.uses = uses | self.retention.uses
         self.ssd.sync()

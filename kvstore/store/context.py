@@ -1,4 +1,4 @@
-"""State shared by all parts of one open store: a lock, counters, clocks and the logical time."""
+"""State shared by all parts of one open store: a lock, counters, clocks and ticks."""
 
 from __future__ import annotations
 
@@ -19,31 +19,25 @@ DROP_REASONS = {
     "reader": "this process only reads the store",
     "write_error": "a write to the disk failed",
 }
-"""Counter keys of dropped blocks, with the text of the log."""
+"""Counter keys of dropped blocks, with their log texts."""
 
 
 class Context:
-    """The shared state of one open store.
-
-    The lock guards memory only: no thread waits for a disk, a device or a hook while it holds it.
-    """
+    """The shared state of one open store. No thread waits for a disk, a device or a hook while holding the lock."""
 
     def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.metrics = Metrics()
-        self.clock = clock
-        """Monotonic seconds, for leases and windows."""
-        self.wall_clock = wall_clock
-        """Seconds that keep their meaning after a restart, for blocks with a time to live."""
-        self.tick = 0
-        """The newest logical time that was given out."""
+        self.clock = clock  # monotonic seconds, for leases and windows
+        self.wall_clock = wall_clock  # wall-clock seconds, for blocks with a time to live
+        self.tick = 0  # the newest tick returned
 
     def abandon(self) -> None:
         """In a forked child: replace the lock, which a thread of the parent may hold."""
         self.lock = threading.RLock()
 
     def next_tick(self) -> int:
-        """Return a new logical time. The caller holds the lock."""
+        """Return a new tick. The caller holds the lock."""
         self.tick += 1
         return self.tick
 
@@ -56,7 +50,7 @@ class Context:
                 self.metrics.warn_once(reason, message, count, DROP_REASONS[reason])
 
     def count_transient_error(self, path: Path) -> None:
-        """Count a read that met a transient condition, and log the first."""
+        """Count a read that failed with a transient error, and log the first."""
         with self.lock:
             self.metrics.passing_errors += 1
             message = "%s could not be read for a moment: a miss; further ones are only counted"

@@ -17,20 +17,17 @@ from kvstore.tier.ssd.tier import SsdTier
 
 @dataclass(eq=False)
 class Removal:
-    """Deletes blocks and namespace names. A delete that fails is repeated with the next one.
-
-    Threads: one at a time, under the writer's lock of changes, without the context's lock.
-    """
+    """Deletes blocks and names; retries failed deletes. One thread, under the writer's lock, not the context's."""
 
     context: Context
     ssd: SsdTier
     namespaces: Namespaces
     failures: WriteFailures
     undeleted: list[BlockKey] = field(default_factory=list)
-    """Keys that left the index and are still on the medium, because a delete failed."""
+    """Keys removed from the index but still stored, because a delete failed."""
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Delete blocks that left the index, and those of earlier deletes that failed."""
+        """Delete blocks removed from the index, and those of earlier failed deletes."""
         with self.context.lock:
             due, self.undeleted = [*self.undeleted, *keys], []
         try:
@@ -44,7 +41,7 @@ class Removal:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove namespaces without blocks. A name that cannot be erased is tried with the next sweep."""
+        """Remove namespaces without blocks. A name that cannot be erased is retried by the next sweep."""
         with self.context.lock:
             self.namespaces.remove_empty()
         try:
@@ -53,58 +50,48 @@ class Removal:
             self.failures.note(error)
 
     def note_written(self, keys: Collection[BlockKey]) -> None:
-        """Cancel the repeated delete of blocks that were stored again. The caller holds the lock."""
+        """Cancel the retried delete of blocks that were stored again. The caller holds the lock."""
         self.undeleted = [key for key in self.undeleted if key not in keys]
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Most bytes that may be in use, of the whole store or of one lineage of namespaces."""
+    """Most bytes in use, of the whole store or of one lineage of namespaces."""
 
     used: Callable[[], int]
     high: int
-    low: int
-    """Bytes that eviction leaves once ``high`` would be crossed."""
-    lineage: Lineage | None
-    """Namespaces whose blocks are evicted; None for all."""
-    reason: str
-    """Counter key of blocks that are dropped because no room can be made."""
+    low: int  # bytes left by an eviction, which starts when ``high`` would be exceeded
+    lineage: Lineage | None  # namespaces whose blocks are evicted; None for all
+    reason: str  # counter key of blocks dropped for lack of room
 
 
 @dataclass(eq=False)
 class Eviction:
-    """Frees room on the medium by the policy of the index.
-
-    Threads: one at a time, under the writer's lock of changes, without the context's lock.
-    """
+    """Frees space in the policy's order. Threads: one, under the writer's lock of changes, not the context's."""
 
     context: Context
     ssd: SsdTier
     index: PrefixIndex
     removal: Removal
-    release_leases: Callable[[], None]
-    """Releases expired leases; called before each eviction."""
+    release_leases: Callable[[], None]  # releases expired leases; called before each eviction
 
     def cap(self, high: int, low: int) -> Limit:
-        """Return a limit of the bytes in use by the whole store."""
+        """Return a limit on the bytes in use by the whole store."""
         return Limit(lambda: self.ssd.live_bytes, high, low, None, "no_room")
 
     def free(self, limit: Limit, incoming: int = 0) -> int:
-        """Evict down to ``low`` if ``incoming`` bytes would cross ``high``; return the block count."""
+        """Evict down to ``low`` if ``incoming`` bytes would exceed ``high``; return the block count."""
         count = 0
-        # Blocks may be smaller than the largest: one round may free too little, never too much.
+        # Blocks may be smaller than the largest one, so one round may free too little, never too much.
         while need := plan.room(limit.used(), incoming, limit.high, limit.low):
             evicted = self.evict(-(-need.bytes // self.ssd.block_bytes), limit.lineage)
             count += evicted
-            if not evicted or self.removal.undeleted:  # all is pinned, or deleting fails
+            if not evicted or self.removal.undeleted:  # all blocks are pinned, or deletes fail
                 break
         return count
 
     def evict(self, blocks: int, lineage: Lineage | None = None) -> int:
-        """Remove blocks by the policy from index and medium; return how many were removed.
-
-        With ``lineage`` only its blocks are evicted, and counted as evictions for a quota.
-        """
+        """Evict blocks from index and medium; return their number. ``lineage`` limits it to one quota's blocks."""
         with self.context.lock:
             self.release_leases()
             numbers = None if lineage is None else frozenset(lineage.numbers)

@@ -1,4 +1,4 @@
-"""Write failures of one store: counted, logged, and after several in a row the end of writing."""
+"""Write failures of one store: counting, logging, and suspension of writing after several in a row."""
 
 from __future__ import annotations
 
@@ -12,36 +12,30 @@ from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
 
-WRITE_ERRORS_TO_READ_ONLY = 3
-"""Consecutive failed writes after which writing stops. docs/decisions/0009."""
+WRITE_ERRORS_TO_READ_ONLY = 3  # consecutive failures that stop writing. docs/decisions/0009.
 RETRY_SECONDS = 30.0
-"""Time until one commit is tried again, as long as a lease. A disk that never recovers costs the framing
-of one commit in that time. After damage to the file, writing stops until the store is reopened."""
+"""Time until a commit is retried: that of a lease. On a disk that never recovers, each retry costs the framing of one
+commit. After damage to the file, writing stops until the store is reopened."""
 
 
 @dataclass(eq=False)
 class WriteFailures:
-    """Counts consecutive write failures and decides whether writing is stopped.
-
-    Threads: any.
-    """
+    """Counts consecutive write failures and decides whether writing is stopped. Threads: any."""
 
     context: Context
     ssd: SsdTier
-    count: int = 0
-    """Consecutive failures of the medium."""
-    stopped_until: float = -math.inf
-    """Time of the next try by the context's clock; infinity: none before the store is reopened."""
+    count: int = 0  # consecutive failures of the medium
+    stopped_until: float = -math.inf  # next retry by the context's clock; infinity: when reopened
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing is written now."""
+        """Whether writing is stopped now."""
         return self.context.clock() < self.stopped_until
 
     def note(self, error: BaseException) -> None:
         """Count a failed write; stop writing after ``WRITE_ERRORS_TO_READ_ONLY`` in a row."""
         metrics, path, now = self.context.metrics, self.ssd.path, self.context.clock()
-        # A reader, a full disk, or a lack of slots or descriptors is no failure of the medium.
+        # A reader, a full disk, or a lack of slots or descriptors is not a failure of the medium.
         is_external = is_transient(error) or self.ssd.lacks_room(error, 1)
         with self.context.lock:
             metrics.write_errors += 1
@@ -65,7 +59,7 @@ class WriteFailures:
 
     @property
     def alarms(self) -> list[str]:
-        """The alarm of a store whose writing is stopped, empty for another."""
+        """The alarm of a store whose writing is stopped, else empty."""
         alarm = f"writes to {self.ssd.path} failed: nothing is stored until {self._end}"
         return [alarm] if self.is_stopped else []
 

@@ -1,7 +1,6 @@
 """The newest generation of weights of each lineage of namespaces, as recorded in the store.
 
-A record outlives the blocks of its lineage. Otherwise a restart or an archive could bring back blocks
-of old weights.
+A record outlives the blocks of its lineage; otherwise a restart or an archive could restore blocks of old weights.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ from kvstore.errors import StoreError
 from kvstore.tier.ssd.tier import SsdTier
 
 LAST_GENERATION = 2**63 - 1
-"""Largest generation that is recorded. Callers may number by time, up to 2**64 - 1; half of that is 292
-years of nanoseconds."""
-SHARE = 64
-"""All records together take at most this part of a store's cap. They are never evicted."""
-RECORD_BYTES = 192
-"""Bytes of a record: 100, in leaves that random keys fill to half at worst."""
+"""Largest recorded generation. Callers may use times, up to 2**64 - 1; half is 292 years of nanoseconds."""
+SHARE = 64  # largest part of a store's cap that all records may use (1/64). They are never evicted.
+RECORD_BYTES = 192  # bytes per record: 100, in leaves that random keys leave half empty at worst
 
 
 def recorded(ssd: SsdTier, lineage: str) -> int:
@@ -29,11 +25,10 @@ def recorded(ssd: SsdTier, lineage: str) -> int:
     """
     text = ssd.fact(f"generation:{lineage}") or b"0"
     if not text.isdigit() or len(text) > 20 or int(text) >= 2**64:
-        msg = (
+        raise StoreError(
             f"the generation recorded in {ssd.path} is {text[:40]!r}, expected an integer "
             "in [0, 2**64); use another path or remove the directory"
         )
-        raise StoreError(msg)
     return int(text)
 
 
@@ -49,10 +44,9 @@ def record(ssd: SsdTier, newest: Mapping[str, int]) -> None:
         most = ssd.capacity_bytes // SHARE // RECORD_BYTES
         known = ssd.facts("generation:").keys()
         if len(known | newest.keys()) > most:
-            msg = (
+            raise StoreError(
                 f"{ssd.path} records the generations of {len(known)} namespaces, expected at most "
                 f"{most} for its {ssd.capacity_bytes} bytes: give the generation with the namespace "
                 "instead, or name the new weights in its weights field"
             )
-            raise StoreError(msg)
     ssd.set_facts(names)

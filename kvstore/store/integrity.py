@@ -1,6 +1,6 @@
-"""Checks that a stored frame is intact and the block of its key and record.
+"""Verification that a stored frame is intact and belongs to its key and record.
 
-A read compares a block with the tokens of its request. These checks take the tokens from the frame.
+A read compares a block with the tokens of its request; this verification uses the tokens in the frame.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from kvstore.tier.ssd.records import Record
 def frame_fault(
     frames: Frames, frame: memoryview, key: BlockKey, *, keys_root: BlockHash | None
 ) -> str | None:
-    """Return why a frame is not an intact block under ``key``, or None.
+    """Return the fault of a frame that should be the block under ``key``, None for an intact one.
 
-    ``keys_root`` is the root of hashes that do not depend on the parent (callers' own keys), None
-    where hashes depend on it. The hash of a block that an image touches does not follow from its
-    token ids; the frame's own hash is taken instead.
+    ``keys_root`` is the root of hashes that do not depend on the parent (callers' own keys), None if they do. Token
+    ids do not determine the hash of a block with an image, so the hash in the frame is used.
     """
     form = frames.form_of(frame)
     header = form.header(frame)
@@ -37,13 +36,10 @@ def frame_fault(
 def stored_fault(
     frames: Frames, frame: memoryview, key: BlockKey, record: Record, *, keys_root: BlockHash | None
 ) -> str | None:
-    """Return the fault of a stored frame, or None. Its parent is not looked up.
-
-    Cost: one pass over the payload, and one SHA-256 of the token ids.
-    """
+    """Return the fault of a stored frame, or None; its parent is not read. Cost: one pass over the frame."""
     header = frames.form_of(frame).header(frame)
     if header is None or head_sum(frame) != record.head_sum:
-        return "header"  # of another block, or truncated: the payload is not read
+        return "header"  # another block's, or truncated: the payload is not read
     fault = frame_fault(frames, frame, key, keys_root=keys_root)
     if fault is not None:
         return fault

@@ -1,4 +1,4 @@
-"""Counters of one open store. They start at zero when it is opened and hold no tokens and no keys."""
+"""Counters of one open store: zero at its opening, without tokens and keys."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from kvstore.tier.ssd.records import Record
 logger = logging.getLogger(__name__)
 
 ALARM_STORED_BLOCKS = 256
-"""Blocks stored without one hit before the alarm: 32,768 tokens at 128 a block, more than a set-up phase
-stores, and few enough for an alarm in the first minutes of traffic."""
-ALARM_LOOKUPS = 64
-"""Lookups of at least one block without one hit before the alarm."""
+"""Blocks stored without a hit before the alarm: 32,768 tokens at 128 a block, more than a set-up phase stores, and few
+enough for an alarm in the first minutes of traffic."""
+ALARM_LOOKUPS = 64  # lookups of at least one block without a hit before the alarm
 
 _BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-"""Upper bounds of the histogram of errors. FP8 loses about 0.03, NVFP4 0.09, MXFP4 0.11 of a normal
-distribution; blocks above 0.2 have outliers. docs/quality.md."""
+"""Upper bounds of the error histogram. FP8 loses about 0.03, NVFP4 0.09, MXFP4 0.11 of a normal distribution; blocks
+above 0.2 have outliers. docs/quality.md."""
 _BUCKETS = {f"<={bound:g}": bound for bound in _BOUNDS} | {f">{_BOUNDS[-1]:g}": math.inf}
 
 
@@ -42,52 +41,40 @@ class Metrics:
     lookups: int = 0
     query_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
-    """By tier. Each hit token counts for one tier."""
-    hit_blocks: int = 0
-    """Blocks requested by key and returned."""
-    missed_blocks: int = 0
-    """Blocks requested by key that are missing or corrupt."""
+    """By tier. Each hit token is counted for one tier."""
+    hit_blocks: int = 0  # blocks requested by key and returned
+    missed_blocks: int = 0  # blocks requested by key that are missing or corrupt
     window_hits: int = 0
     replay_requests: int = 0
     replayed_tokens: int = 0
     stored_blocks: int = 0
-    packed_blocks: int = 0
-    """Blocks quantized at rest."""
-    lossless_blocks: int = 0
-    """Blocks that are not quantized because their error would exceed the budget."""
-    compressed_blocks: int = 0
-    """Blocks compressed at rest, quantized or not."""
+    packed_blocks: int = 0  # blocks quantized at rest
+    lossless_blocks: int = 0  # blocks not quantized because their error would exceed the budget
+    compressed_blocks: int = 0  # blocks compressed at rest, quantized or not
     block_errors: Counter[str] = field(default_factory=Counter)
     """Quantized and lossless blocks by quantization error, see ``error_bucket``."""
-    present_blocks: int = 0
-    """Blocks offered that were stored already: the first writer wins."""
+    present_blocks: int = 0  # offered blocks that were stored already: the first writer wins
     dropped_blocks: Counter[str] = field(default_factory=Counter)
     """By reason: those of ``Context.count_drop``, and orphan."""
     corrupt_blocks: Counter[str] = field(default_factory=Counter)
     """By fault: header, identity, tokens, checksum, parent, missing, io."""
-    late_blocks: int = 0
-    """Blocks of hits that were not read before a deadline."""
-    scrubbed_blocks: int = 0
-    """Blocks read by the background scrub."""
-    evicted_blocks: Counter[str] = field(default_factory=Counter)
-    """By tier."""
-    quota_evicted_blocks: int = 0
-    """Those evicted from the SSD tier because their namespace reached its quota."""
+    late_blocks: int = 0  # blocks of hits that were not read before a deadline
+    scrubbed_blocks: int = 0  # blocks read by the background scrub
+    evicted_blocks: Counter[str] = field(default_factory=Counter)  # by tier
+    quota_evicted_blocks: int = 0  # evicted from SSD because their namespace reached its quota
     expired_leases: int = 0
     shared_opens: int = 0
-    passing_errors: int = 0
-    """Reads that met a transient condition: no slot, memory or descriptor free. Each was a miss."""
+    passing_errors: int = 0  # reads without a free slot, memory or descriptor: misses
     write_errors: int = 0
-    policy_errors: int = 0
-    """Eviction policies that raised or returned an invalid victim. LRU replaced each."""
+    policy_errors: int = 0  # policies that raised or chose an invalid victim, replaced by LRU
     quarantined_stores: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    # The last four are no counters and not in the stats.
+    # The last four are not counters and not in the stats.
     prefill_tokens: float = 0
     prefill_seconds: float = 0.0
     block_lookups_without_hit: int = 0
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def note_form(self, record: Record) -> None:
         """Count a stored block by its form at rest. Without quantization it has no error."""
@@ -104,13 +91,13 @@ class Metrics:
 
     def warn_once(self, topic: str, message: str, *args: object) -> None:
         """Log a warning the first time that a topic occurs."""
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._warned:
+            self._warned.add(topic)
             logger.warning(message, *args)
 
     @property
     def alarms(self) -> list[str]:
-        """The alarm of a store without hits, empty for another."""
+        """The alarm of a store without hits, else empty."""
         stored, lookups = self.stored_blocks, self.block_lookups_without_hit
         if stored < ALARM_STORED_BLOCKS or lookups < ALARM_LOOKUPS or self.total_hit_tokens:
             return []

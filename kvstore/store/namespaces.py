@@ -1,4 +1,4 @@
-"""The namespaces of one store: their numbers, names on the medium, generations and quotas."""
+"""The namespaces of one store: their numbers, stored names, generations and quotas."""
 
 from __future__ import annotations
 
@@ -13,42 +13,35 @@ from kvstore.store.context import Context
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 
-LAST_NUMBER = 2**32 - 1
-"""Largest number of a namespace: 32 bits in records and frames. docs/format.md, sections 4 and 5."""
-ERASED_TOGETHER = 256
-"""Most names that one transaction erases: ten a leaf, so some 26 leaves if they are adjacent."""
+LAST_NUMBER = 2**32 - 1  # 32 bits in records and frames. docs/format.md, sections 4 and 5.
+ERASED_TOGETHER = 256  # names per transaction: ten per leaf, about 26 adjacent leaves
 
 
 @dataclass(slots=True, eq=False)
 class Lineage:
     """All generations of one namespace."""
 
-    numbers: set[int] = field(default_factory=set)
-    """Their numbers."""
-    quota: int | None = None
-    """Most bytes of the file that their frames may take together; None for no limit."""
+    numbers: set[int] = field(default_factory=set)  # namespace numbers
+    quota: int | None = None  # most bytes of the file for all their frames; None for no limit
 
 
 class Namespaces:
     """The namespaces of a store in the process that owns it.
 
-    A namespace gets a number with its first ``store`` call and a name on the medium with the
-    transaction of its first blocks. It loses both after its last block. The last number of a lineage
-    with a quota stays, to keep the quota.
+    A namespace is assigned a number by its first ``store`` call, and its name is stored in the transaction of its
+    first blocks. Both are removed after its last block. The last number of a lineage with a quota remains, to keep the
+    quota.
 
     Invariants:
-        The number of every record has a name on the medium, with its lineage's quota.
-        A new number is one that no entry, record or name on the medium has.
+        The number of every record has a stored name, with its lineage's quota.
+        A new number is not used by any entry, record or stored name.
 
-    Threads: any. The caller holds the context's lock where a method says so; a method that writes
-    is called by one thread at a time, without the lock.
+    Threads: any. The caller holds the context's lock where stated; a method that writes is called by one
+    thread at a time, without the lock.
     """
 
     def __init__(self, context: Context, ssd: SsdTier, on_removed: Callable[[int], None]) -> None:
-        """Read the names on the medium; ``ssd.usage`` tells which of them have blocks.
-
-        ``on_removed`` is called with the number of each namespace that is removed.
-        """
+        """Read the stored names; ``ssd.usage`` determines which have blocks. ``on_removed`` gets removed numbers."""
         self._context = context
         self._ssd = ssd
         self._on_removed = on_removed
@@ -56,14 +49,10 @@ class Namespaces:
         self._numbers: dict[str, int] = {}
         self._lineages: dict[str, Lineage] = {}
         self._lineage_of: dict[int, Lineage] = {}
-        self._references: Counter[int] = Counter()
-        """Calls and queued blocks in progress, by number."""
-        self._named: set[int] = set()
-        """Numbers whose names are on the medium."""
-        self._idle: set[int] = set()
-        """Numbers of entries that may be empty."""
-        self._left: set[int] = set()
-        """Numbers of names on the medium that are to be erased."""
+        self._references: Counter[int] = Counter()  # calls and queued blocks in progress, by number
+        self._named: set[int] = set()  # numbers whose names are stored
+        self._idle: set[int] = set()  # numbers of entries that may be empty
+        self._left: set[int] = set()  # numbers whose stored names are to be erased
         facts = namespace_facts(ssd)
         for number in sorted(facts, key=lambda number: ssd.usage[number] > 0):
             entry = facts[number]
@@ -108,7 +97,7 @@ class Namespaces:
     # ---- the caller holds the lock -------------------------------------------------------------
 
     def acquire(self, root: BlockHash, namespace: Mapping[str, Any]) -> int:
-        """Add a reference to a namespace; return its number, a new one if it has none."""
+        """Add a reference to a namespace; return its number, which is new if it has none."""
         number = self.find(root)
         if number is None:
             number = self._free_number()
@@ -121,7 +110,7 @@ class Namespaces:
         self._references[number] += 1
 
     def release(self, number: int) -> None:
-        """Remove a reference. A namespace that never had a block is removed with its last one."""
+        """Remove a reference. A namespace that never had a block is removed with its last reference."""
         self._references[number] -= 1
         if self._references[number]:
             return
@@ -132,7 +121,7 @@ class Namespaces:
             self._remove(number)
 
     def remove_empty(self) -> None:
-        """Remove every namespace that nothing needs. ``erase`` erases their names."""
+        """Remove every unused namespace. ``erase`` erases the stored names."""
         emptied, self._ssd.emptied = self._ssd.emptied, set()
         idle, self._idle = self._idle | emptied, set()
         for number in idle & self._entries.keys():
@@ -151,7 +140,7 @@ class Namespaces:
     # ---- one thread at a time, without the lock ------------------------------------------------
 
     def names(self, numbers: Iterable[int]) -> dict[str, bytes]:
-        """Return the facts that a transaction with blocks of ``numbers`` has to write with them."""
+        """Return the facts to be written in the transaction of blocks of ``numbers``."""
         with self._context.lock:
             return {
                 _fact(number): self._text(number, self._lineage_of[number].quota)
@@ -159,20 +148,15 @@ class Namespaces:
             }
 
     def note_named(self, numbers: Iterable[int]) -> None:
-        """Note that a transaction has written the facts of ``names``."""
+        """Record that a transaction has written the facts of ``names``."""
         with self._context.lock:
             for number in set(numbers) - self._named:
                 self._named.add(number)
-                # Another number of the lineage may have stayed for the quota alone.
+                # Another number of the lineage may remain only for the quota.
                 self._idle |= self._lineage_of[number].numbers
 
     def erase(self) -> None:
-        """Erase the names of removed namespaces from the medium.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; the next call, or the next opening of the
-                store, erases the rest.
-        """
+        """Erase the stored names of removed namespaces. Raises ``MEDIUM_ERRORS``; a later call erases the rest."""
         left, count = sorted(self._left, key=str), ERASED_TOGETHER
         while left:
             some = left[:count]
@@ -189,11 +173,7 @@ class Namespaces:
                 self._named.difference_update(some)
 
     def set_quota(self, number: int, quota: int) -> None:
-        """Record the quota of the lineage of an acquired number, in bytes.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then the old one is in force.
-        """
+        """Record the quota in bytes of an acquired number's lineage, or raise one of ``MEDIUM_ERRORS``."""
         with self._context.lock:
             lineage = self._lineage_of[number]
             numbers = set(lineage.numbers)
@@ -211,20 +191,20 @@ class Namespaces:
     # ---- state ---------------------------------------------------------------------------------
 
     def lineage(self, number: int) -> Lineage:
-        """Return the lineage of a number; an unknown number is alone and has no quota."""
+        """Return the lineage of a number; an unknown number has its own, without a quota."""
         return self._lineage_of.get(number) or Lineage({number})
 
     def lineages(self, numbers: Iterable[int]) -> list[Lineage]:
-        """Return the lineages of ``numbers``, each once."""
+        """Return the distinct lineages of ``numbers``."""
         return list(dict.fromkeys(map(self.lineage, numbers)))
 
     def root(self, number: int) -> BlockHash | None:
-        """Return the root hash of a namespace, None if it is not known."""
+        """Return the root hash of a namespace, None if it is unknown."""
         root = self._entries.get(number, {}).get("root")
         return None if root is None else BlockHash(bytes.fromhex(root))
 
     def table(self, blocks: Mapping[int, int], usage: Mapping[int, int]) -> list[dict[str, Any]]:
-        """Return each namespace as plain JSON values, with its blocks, bytes and quota."""
+        """Return the namespaces as plain JSON values, with blocks, bytes and quota."""
         return [
             {
                 "id": number,
@@ -245,13 +225,13 @@ def _fact(number: int) -> str:
 
 
 def _identity(entry: Mapping[str, Any]) -> str:
-    """Return the fields that distinguish a lineage, as text."""
+    """Return the fields that identify a lineage, as text."""
     own = {k: v for k, v in entry.items() if k not in ("root", "generation", "quota")}
     return json.dumps(own, sort_keys=True)
 
 
 def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
-    """Return the namespaces on the medium by number; the fields of a damaged one are empty."""
+    """Return the stored namespaces by number; the fields of a damaged one are empty."""
     found: dict[int, dict[str, Any]] = {}
     for text, value in ssd.facts(_FACT).items():
         number = int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else 0
@@ -262,11 +242,11 @@ def namespace_facts(ssd: SsdTier) -> dict[int, dict[str, Any]]:
         except (ValueError, RecursionError):
             entry = None
         fields = entry.items() if isinstance(entry, dict) else ()
-        found[number] = {k: v for k, v in fields if _is_sane(k, v)}
+        found[number] = {k: v for k, v in fields if _is_valid(k, v)}
     return found
 
 
-def _is_sane(name: str, value: object) -> bool:
+def _is_valid(name: str, value: object) -> bool:
     if name == "quota":
         return type(value) is int and 0 <= value < 2**64
     return value is None or isinstance(value, str | int)

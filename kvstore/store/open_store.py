@@ -1,4 +1,4 @@
-"""One store that this process has open: the base of prefix caches and block stores."""
+"""A store opened by this process: the base of prefix caches and block stores."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class OpenStore:
-    """A store directory that this process has open, as its owner or as a reader.
+    """A store directory opened by this process, as its owner or as a reader.
 
-    ``writer`` is the writer, None in a reader, which looks up blocks in the medium instead of the index.
+    ``writer`` is None in a reader, which looks up blocks on the medium instead of in the index.
 
     Threads: every public method may be called from any thread of the process that opened it.
     """
@@ -40,11 +40,10 @@ class OpenStore:
         scrub_bytes_per_second: int = 0,
         request_share: float = 1.0,
     ) -> None:
-        """Take over an open tier; as its owner, fill ``index`` from its records.
+        """Take over an open tier; in its owner, fill ``index`` from its records.
 
-        ``keys_root`` is the root of callers' own keys, None in a store of tokens.
-        ``scrub_bytes_per_second`` is the rate of the background scrub, 0 for none.
-        ``request_share`` is the share of the tier that one request may take.
+        ``keys_root`` is the root of callers' own keys, None in a store of tokens. ``scrub_bytes_per_second`` is the
+        rate of the background scrub, 0 for none. ``request_share`` is the share of the tier that one request may use.
         """
         self.format = frame_format
         self.context = Context(clock, wall_clock)
@@ -52,13 +51,11 @@ class OpenStore:
         self.ssd = ssd
         self.writer: StoreWriter | None = None
         self._pid = os.getpid()
-        self.is_closed = False
-        """Whether the store was closed, or inherited by a fork."""
+        self.is_closed = False  # whether the store was closed, or inherited by a fork
         self._keys_root = keys_root
         self._scrub_rate = scrub_bytes_per_second
         self._scrubber: Scrubber | None = None
-        self._compaction_error = ""
-        """Why a file that was larger than its cap was not compacted at the opening."""
+        self._compaction_error = ""  # why a file above its cap was not compacted at opening
         if ssd.is_owner:
             self.writer = StoreWriter(
                 *(self.context, ssd, frame_format, index, self._give_up_leases),
@@ -69,7 +66,7 @@ class OpenStore:
         """Release expired leases. Called before each eviction, under the context's lock."""
 
     def _finish_background(self, *, is_last: bool) -> None:
-        """Wait for background saves, which store blocks; ``is_last`` also ends their threads."""
+        """Wait for background saves, which store blocks; ``is_last`` also stops their threads."""
 
     @property
     def is_owner(self) -> bool:
@@ -77,7 +74,7 @@ class OpenStore:
         return self.writer is not None
 
     def start(self) -> None:
-        """As the owner, bring the file below its cap and start the scrub."""
+        """In the owner, reduce the file below its cap and start the scrub."""
         self._fit_to_cap()
         if self.writer is not None and self._scrub_rate:
             self._scrubber = Scrubber(
@@ -90,13 +87,9 @@ class OpenStore:
     def _fit_to_cap(self) -> None:
         """Evict and compact, if the store was opened with a smaller cap than before.
 
-        If the file cannot be compacted (it has readers, or the disk lacks room for a copy), an alarm
-        is logged and stays in the stats. Blocks fill the file again and it does not grow.
-
-        Raises:
-            StoreError: if the medium fails while blocks are evicted.
-
-        Cost: none without a smaller cap; else that of :meth:`SsdTier.compact`.
+        If the file cannot be compacted (it has readers, or the disk lacks space for a copy), an alarm is logged and
+        remains in the stats. Blocks fill the file again, and it does not grow. Raises ``StoreError`` if the medium
+        fails during the eviction. Cost: none without a smaller cap; otherwise that of :meth:`SsdTier.compact`.
         """
         ssd = self.ssd
         if self.writer is None:
@@ -114,10 +107,10 @@ class OpenStore:
                 logger.warning("%s", alarm)
 
     def _size_alarms(self, file_bytes: int) -> list[str]:
-        """Return the alarm of a file that is larger than its cap, empty for another."""
+        """Return the alarm of a file larger than its cap, else empty."""
         if not self._compaction_error or file_bytes <= self.ssd.capacity_bytes:
             return []
-        found = f"the file of {self.ssd.path} takes {file_bytes} bytes, more than ssd_bytes"
+        found = f"the file of {self.ssd.path} has {file_bytes} bytes, more than ssd_bytes"
         why = f"and was not compacted at the opening: {self._compaction_error}"
         return [f"{found} {self.ssd.capacity_bytes}, {why}"]
 
@@ -130,14 +123,14 @@ class OpenStore:
             raise StoreError(f"the store at {self.ssd.path} is closed")
 
     def require_writer(self, action: str) -> StoreWriter:
-        """Return the writer; in a reader, raise ``StoreBusy`` with the verb that needs an owner."""
+        """Return the writer; in a reader, raise ``StoreBusy`` with the ``action`` that needs an owner."""
         if self.writer is None:
             msg = f"the store at {self.ssd.path} is open as a reader; only its owner {action}"
             raise StoreBusy(msg)
         return self.writer
 
     def count_failed_lookup(self, error: BaseException) -> None:
-        """Count a lookup in the medium that failed, and so was a miss."""
+        """Count a failed lookup on the medium, which was a miss."""
         if is_transient(error):
             self.context.count_transient_error(self.ssd.path)
         else:
@@ -145,7 +138,7 @@ class OpenStore:
                 self.metrics.corrupt_blocks["io"] += 1
 
     def flush(self) -> None:
-        """Return when every block accepted before survives power loss."""
+        """Wait until every block accepted before is durable against power loss."""
         self._finish_background(is_last=False)
         if self.writer is not None:
             self.writer.flush()
@@ -186,6 +179,6 @@ class OpenStore:
         }
 
     def _alarms(self, ssd: Mapping[str, Any]) -> list[str]:
-        """Return the alarms of the writer and of the file size; ``ssd`` is of ``_ssd_sizes``."""
+        """Return the alarms of the writer and of the file size; ``ssd`` is the result of ``_ssd_sizes``."""
         found = [] if self.writer is None else self.writer.alarms
         return found + self._size_alarms(ssd["file_bytes"])

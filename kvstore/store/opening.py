@@ -20,18 +20,17 @@ from kvstore.tier.ssd.values import SsdOptions
 
 T = TypeVar("T", bound=OpenStore)
 
-tier_class: type[SsdTier] = SsdTier
-"""Class of the SSD tier of every opening. Tests replace it by a subclass that injects faults."""
+tier_class: type[SsdTier] = SsdTier  # replaced in tests, by a subclass that injects faults
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a store, which later changes of directory or link do not move."""
+    """Return the absolute path of a store, fixed against later changes of directory or link."""
     try:
         return Path(path).expanduser().resolve()
     except TypeError as error:
         raise ConfigError(f"path must name a directory, found {brief(path)}") from error
     except (OSError, RuntimeError, ValueError) as error:
-        msg = f"path {os.fspath(path)!r} leads nowhere: {error}; choose another path"
+        msg = f"path {os.fspath(path)!r} cannot be resolved: {error}; choose another path"
         raise ConfigError(msg) from error
 
 
@@ -45,8 +44,8 @@ def tier_opening(
 ) -> tuple[SsdOptions, Callable[[SsdTier], T]]:
     """Return the options of the tier of a store, and the function that builds the store on it.
 
-    ``options`` has ``ssd_bytes``, ``preallocate`` and ``secret`` of the opening; ``form`` is the format
-    without its secret. ``build`` takes the tier and the secret. Raises as ``secret_for``.
+    ``options`` has ``ssd_bytes``, ``preallocate`` and ``secret``; ``form`` is the format without its secret. ``build``
+    receives the tier and the secret. Raises as ``secret_for``.
     """
     secret = secret_for(path, role, is_wanted=options.secret)
     ssd_options = SsdOptions(
@@ -76,7 +75,7 @@ def take_over(path: Path, options: SsdOptions, build: Callable[[SsdTier], T]) ->
             store = build(ssd)
             store.start()
         except MEDIUM_ERRORS as error:
-            ssd.give_up()  # not marked clean: the next opening checks the whole tree
+            ssd.give_up()  # not marked clean: the next opening verifies the whole tree
             if ssd.is_owner and not is_last:
                 continue
             raise StoreError(f"the store at {path} cannot be read: {error}") from error

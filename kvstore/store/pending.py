@@ -1,4 +1,4 @@
-"""The blocks in the write queue: accepted by a ``store`` call and not committed yet."""
+"""The blocks in the write queue: accepted by a ``store`` call but not committed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class StoreRequest:
 
     prefix: Chain
     namespace_id: int
-    tick: int
-    """Logical time of the request."""
+    tick: int  # tick of the request
     expires: float
     is_pinned: bool
 
@@ -30,9 +29,7 @@ Queued = QueuedBlock[StoreRequest]
 class PendingBlocks(dict[BlockKey, BlockKey]):
     """The parents of queued blocks, by key. Queued blocks count as stored for parents and duplicates.
 
-    Each block holds a reference to its namespace.
-
-    Threads: any; the caller holds the context's lock.
+    Each block has a reference to its namespace. Threads: any; the caller holds the context's lock.
     """
 
     def __init__(self, index: PrefixIndex, namespaces: Namespaces) -> None:
@@ -41,7 +38,7 @@ class PendingBlocks(dict[BlockKey, BlockKey]):
         self._namespaces = namespaces
 
     def known_blocks(self, prefix: Chain) -> int:
-        """Return how many leading blocks of ``prefix`` are stored or queued."""
+        """Return the number of leading blocks of ``prefix`` that are stored or queued."""
         known = self._index.match(prefix.path).depth
         while known < len(prefix.path) // KEY_BYTES and prefix.key(known) in self:
             known += 1

@@ -1,4 +1,4 @@
-"""Quotas: the most bytes that all generations of one namespace may take, as limits of eviction."""
+"""Quotas as eviction limits: the most bytes for all generations of one namespace."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from kvstore.store.eviction import Limit
 from kvstore.store.namespaces import Lineage
 
-QUOTA_SLACK = 0.04
-"""Share of a quota that eviction frees beyond need: the distance of the tier's watermarks."""
+QUOTA_SLACK = 0.04  # share of a quota freed in addition: the distance of the watermarks
 
 
 def quota_limit(lineage: Lineage, usage: Mapping[int, int]) -> Limit | None:
-    """Return the limit of a lineage, None without a quota. ``usage`` is in bytes by number."""
+    """Return the limit of a lineage, None without a quota. ``usage`` is in bytes by namespace number."""
     quota = lineage.quota
     if quota is None:
         return None

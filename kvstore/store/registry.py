@@ -1,6 +1,6 @@
-"""The stores that this process has open: each directory once, shared by all its openings.
+"""The stores opened by this process: each directory once, shared by all its openings.
 
-A forked child drops the stores that it inherited. A normal exit commits the accepted blocks.
+A forked child drops inherited stores. A normal exit commits the accepted blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sharing:
     _share: Share[Any] | None
 
     def close(self) -> None:
-        """Flush, and release the store when this was its last opening. Idempotent."""
+        """Flush, and close the store with its last opening. Idempotent."""
         if self._share is not None:
             unshare(self._share)
 
@@ -58,10 +58,9 @@ class _SharedStore:
     """An open store and its shares."""
 
     shared: OpenStore
-    options: Any
-    """Options in force: those of the first opening."""
+    options: Any  # options in force: those of the first opening
     shares: weakref.WeakSet[Share[Any]] = field(default_factory=weakref.WeakSet)
-    """No counter: a share that an interrupted caller never received disappears by itself."""
+    """A weak set, not a counter: a share that an interrupted caller never received is removed automatically."""
 
     @property
     def is_held(self) -> bool:
@@ -69,13 +68,10 @@ class _SharedStore:
         return any(True for _ in self.shares)
 
 
-_open_stores: dict[tuple[int, int], _SharedStore] = {}
-"""By device and inode of the directory. LMDB must not open a database twice in one process."""
-_inherited: dict[tuple[int, int], OpenStore] = {}
-"""Stores of the parent, which a forked child closes before it opens the same directory."""
+_open_stores: dict[tuple[int, int], _SharedStore] = {}  # by inode: LMDB must not open one twice
+_inherited: dict[tuple[int, int], OpenStore] = {}  # of the parent, until a forked child reopens
 _opening = threading.RLock()
-_forking = threading.local()
-"""The tiers that a thread stopped for its fork."""
+_forking = threading.local()  # the tiers that a thread stopped for its fork
 
 
 def share(
@@ -86,13 +82,13 @@ def share(
     given: Collection[str],
     opening: Callable[[], tuple[SsdOptions, Callable[[SsdTier], T]]],
 ) -> Share[T]:
-    """Return a share of the store at ``path``, opened first if this process does not have it open.
+    """Return a share of the store at ``path``, which is opened if this process does not have it open.
 
-    ``options`` has every option of the caller as an attribute; ``given`` names those that were not
-    left out. ``opening`` returns the options of the tier and the function that builds the store.
+    ``options`` has every option of the caller as an attribute; ``given`` names those that were passed. ``opening``
+    returns the options of the tier and the function that builds the store.
 
     Raises:
-        ConfigError: if the store is open here with other options than are given; each is named.
+        ConfigError: if the store is open in this process with other options; each difference is named.
         LayoutMismatch: if the store has another format; it is left untouched.
         StoreBusy: if ``role="owner"`` and it is open as a reader, or owned by another process.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
@@ -108,11 +104,10 @@ def share(
                     raise LayoutMismatch(msg)
                 check_agreement(path, options, entry.options, given)
                 if role == "owner" and not entry.shared.is_owner:
-                    msg = (
+                    raise StoreBusy(
                         f"{path} is open as a reader in this process already; close that before "
                         "opening it with role='owner'"
                     )
-                    raise StoreBusy(msg)
                 entry.shared.metrics.shared_opens += 1
                 return _new_share(entry)
             if known is not None and known in _inherited:
@@ -173,14 +168,11 @@ def _new_share(entry: _SharedStore) -> Share[Any]:
 
 
 def _on_dropped(shared: OpenStore) -> None:
-    """Start a thread that closes a store whose last share was dropped, as by an interrupt.
-
-    Runs where a reference ends, perhaps under any lock: it takes no lock and waits for nothing.
-    """
+    """Start a thread that closes a store without shares, as after an interrupt. Takes no lock and does not wait."""
     entries = list(_open_stores.values())
     if shared.is_closed or any(entry.is_held for entry in entries if entry.shared is shared):
         return
-    with suppress(RuntimeError):  # at the end of the interpreter
+    with suppress(RuntimeError):  # during interpreter shutdown
         _thread.start_new_thread(_close_dropped, (shared,))
 
 
@@ -204,7 +196,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     """Drop every inherited store, so that the child can open its own."""
-    global _opening  # noqa: PLW0603 - a thread that the child does not have may hold the lock
+    global _opening  # noqa: PLW0603 - a thread that does not exist in the child may hold the lock
     _opening = threading.RLock()
     for key, entry in _open_stores.items():
         entry.shared.abandon()
@@ -213,7 +205,7 @@ def _after_fork_in_child() -> None:
 
 
 def _close_all() -> None:
-    """Commit the accepted blocks of every store that is still open at a normal exit."""
+    """Commit the accepted blocks of every open store at a normal exit."""
     for entry in list(_open_stores.values()):
         with suppress(KVStoreError):
             entry.shared.close()

@@ -14,17 +14,15 @@ from kvstore.store.failures import WriteFailures
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 from kvstore.tier.ssd.tier import SsdTier
 
-Amendment = tuple[list[BlockKey], dict[str, Any]]
-"""Keys of records and the fields that change in them."""
+Amendment = tuple[list[BlockKey], dict[str, Any]]  # keys of records, and their new field values
 
 
 @dataclass(slots=True)
 class Renewal:
-    """A ``store`` of blocks that are stored or queued already."""
+    """A repeated ``store`` of blocks that are stored or queued."""
 
     prefix: Chain
-    blocks: int
-    """Leading blocks of ``prefix`` that are renewed."""
+    blocks: int  # number of leading blocks of ``prefix`` to renew
     expires: float
     is_pinned: bool
 
@@ -33,8 +31,8 @@ class Renewal:
 class Retention:
     """Records last uses, expiries and persistent pins of stored blocks.
 
-    Threads: any. The caller holds the context's lock, except for ``amend``, ``renew_deferred`` and
-    ``unpin``, which write to the medium.
+    Threads: any. The caller holds the context's lock, except for ``amend``, ``renew_deferred`` and ``unpin``, which
+    write to the medium.
     """
 
     context: Context
@@ -42,23 +40,22 @@ class Retention:
     index: PrefixIndex
     failures: WriteFailures
     uses: dict[BlockKey, int] = field(default_factory=dict)
-    """Newest logical time of used blocks, to be written with the next commit."""
-    pinned: set[Segment] = field(default_factory=set)
-    """Segments under a persistent pin."""
+    """Newest tick of each used block, to be written by the next commit."""
+    pinned: set[Segment] = field(default_factory=set)  # segments with a persistent pin
     _deferred: dict[BlockKey, Renewal] = field(default_factory=dict)
     """Renewals whose last block is still queued, by the key of that block."""
 
     def note_use(self, key: BlockKey, tick: int) -> None:
-        """Record that a request used every block up to ``key``. The next commit writes it."""
+        """Record that a request used every block up to ``key``. Written by the next commit."""
         self.uses[key] = tick
 
     def take_uses(self) -> dict[BlockKey, int]:
-        """Return the recorded uses and forget them."""
+        """Return the recorded uses and clear them."""
         uses, self.uses = self.uses, {}
         return uses
 
     def pin(self, segment: Segment) -> bool:
-        """Add the persistent pin of a segment; return False if it has one."""
+        """Add a persistent pin to a segment; return False if it has one."""
         if segment in self.pinned:
             return False
         self.index.pin(segment)
@@ -66,20 +63,17 @@ class Retention:
         return True
 
     def drop_removed(self) -> None:
-        """Forget the pins of segments that were removed from the index."""
+        """Remove the pins of segments that were removed from the index."""
         self.pinned = {segment for segment in self.pinned if segment.is_live}
 
     def extend_life(self, segment: Segment, expires: float) -> list[Amendment]:
-        """Let a segment and its ancestors live at least until ``expires``: parents outlive children."""
+        """Extend the expiry of a segment and its ancestors to ``expires``: parents outlive children."""
         changed = self.index.renew(segment, expires) if self.index.expiring else []
         keys = [key for each in changed for key in each.block_keys()]
         return [(keys, {"expires": stored_expiry(expires)})] if keys else []
 
     def renew(self, renewal: Renewal) -> list[Amendment]:
-        """Make stored blocks the most recent, extend their expiry, and pin them if asked.
-
-        Returns the changes of records, for ``amend`` after the lock is released.
-        """
+        """Make stored blocks the most recent, extend their expiry, pin on request; return what ``amend`` must write."""
         prefix = renewal.prefix
         position = self.index.match(prefix.path[: renewal.blocks * KEY_BYTES])
         if not position.depth:
@@ -103,7 +97,7 @@ class Retention:
         earlier.is_pinned |= renewal.is_pinned
 
     def renew_deferred(self, pending: Container[BlockKey]) -> None:
-        """Apply the deferred renewals whose blocks are queued no more."""
+        """Apply the deferred renewals whose blocks are no longer queued."""
         with self.context.lock:
             due = [key for key in self._deferred if key not in pending]
             amendments = [change for key in due for change in self.renew(self._deferred.pop(key))]
@@ -127,7 +121,7 @@ class Retention:
         self.amend([(keys, {"is_pinned": False})])
 
     def amend(self, amendments: Iterable[Amendment]) -> None:
-        """Change fields of stored records, one transaction for each amendment."""
+        """Change fields of stored records, one transaction per amendment."""
         for keys, fields in amendments:
             try:
                 self.ssd.amend(keys, **fields)
@@ -136,5 +130,5 @@ class Retention:
 
 
 def stored_expiry(expires: float) -> float:
-    """Return an expiry as a record stores it: 0 for never."""
+    """Return an expiry as stored in a record: 0 for never."""
     return 0.0 if expires == NEVER else expires

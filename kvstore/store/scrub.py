@@ -1,6 +1,6 @@
-"""The background scrub: reads and checks every block in turn, at a given rate, in the owner of a store.
+"""The background scrub: verifies every block in turn, at a limited rate, in the owner of a store.
 
-Every read verifies its blocks. The scrub finds, counts and removes damage before a block is needed.
+Reads verify their own blocks; the scrub finds, counts and removes damage before a block is needed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,21 @@ from kvstore.tier.ssd.values import BUSY
 
 logger = logging.getLogger(__name__)
 
-PASS_SECONDS = 3600.0
-"""Least time from the start of one pass to the next, so that a small store is not read continuously."""
-RETRY_SECONDS = 60.0
-"""Pause after the medium failed as a whole."""
-SAVED_BLOCKS = 4096
-"""Blocks between two records of the position, and so the most that are checked again after a kill."""
-STOP_SECONDS = 60.0
-"""Deadline of a stop, which waits for the current block."""
-_BATCH = 64
-"""Records that one read transaction looks up, so that none is long."""
+PASS_SECONDS = 3600.0  # least time per pass, so that a small store is not read continuously
+RETRY_SECONDS = 60.0  # pause after an error of the whole medium
+SAVED_BLOCKS = 4096  # blocks between records of the position, verified again after a kill
+STOP_SECONDS = 60.0  # most time that a stop waits for the current block
+_BATCH = 64  # records per read transaction, which keeps each short
 _FACT = "scrub"
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A rate limit that is kept on average: the caller waits after it took too much.
+    """A rate limit on average: in t seconds at most ``burst + t * rate`` tokens are taken, plus one amount."""
 
-    Invariants:
-        In any span of t seconds at most ``burst + t * rate`` tokens are taken, plus one amount.
-    """
-
-    rate: float
-    """Tokens per second."""
-    burst: float
-    """Most tokens that idle time accumulates."""
-    now: float
-    """Time of the last call."""
+    rate: float  # tokens per second
+    burst: float  # most tokens that idle time accumulates
+    now: float  # time of the last call
     level: float = 0.0
 
     def take(self, amount: float, now: float) -> float:
@@ -68,10 +56,7 @@ class TokenBucket:
 
 
 class Scrubber:
-    """The scrub of one store: an endless walk over its keys, in their order.
-
-    Threads: ``step`` in one at a time; ``start`` creates that thread.
-    """
+    """The scrub of one store: an endless iteration over its keys, in order. ``start`` creates its thread."""
 
     def __init__(
         self,
@@ -84,13 +69,10 @@ class Scrubber:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        """Continue at the recorded position.
+        """Continue at the recorded position. Raises one of ``MEDIUM_ERRORS``.
 
-        ``clock`` returns seconds. ``wait(seconds)`` returns True, and early, when the scrub is to stop.
-        They are not the context's clocks, which an engine may control.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``.
+        ``clock`` returns seconds. ``wait(seconds)`` returns True, and early, to stop the scrub. They are not the
+        context's clocks, which an engine may control.
         """
         self._context = context
         self._writer = writer
@@ -106,18 +88,18 @@ class Scrubber:
         self._due: deque[tuple[BlockKey, Record]] = deque()
         recorded = self._ssd.fact(_FACT) or b""
         self._last_key = recorded if len(recorded) == KEY_BYTES else b""
-        """Key of the last checked block, empty before the first."""
+        """Key of the last verified block, empty before the first."""
         self._unsaved = 0
         self._passes = 0
         self._direct: DirectFile | None = None
-        with suppress(OSError):  # without direct reads: through the page cache
+        with suppress(OSError):  # without direct reads, the page cache is used
             self._direct = DirectFile(
                 self._ssd.path / DATA_FILE, PAGE_HEADER_BYTES + frames.frame_bytes
             )
         self._thread = threading.Thread(target=self._run, name="kvstore-scrub", daemon=True)
 
     def start(self) -> None:
-        """Start the thread of the scrub."""
+        """Start the scrub thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -148,11 +130,7 @@ class Scrubber:
             logger.exception("the scrub of %s ended", self._ssd.path)
 
     def step(self) -> float:
-        """Check the next block; return the seconds to wait before the one after it.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``, if the records cannot be read.
-        """
+        """Verify the next block; return the seconds until the next step. Raises one of ``MEDIUM_ERRORS``."""
         if not self._due:
             self._due.extend(self._ssd.records_after(self._last_key, _BATCH))
         if not self._due:
@@ -195,7 +173,7 @@ class Scrubber:
             self._remove(key, now, fault)
 
     def _fault(self, key: BlockKey, record: Record) -> str | None:
-        """Return the fault of a block, or None: first read from the disk, then as a read does."""
+        """Return the fault of a block, or None. It is read from the disk, and if that fails, as by a read."""
 
         def check(frame: memoryview) -> str | None:
             return stored_fault(self._frames, frame, key, record, keys_root=self._keys_root)
@@ -228,10 +206,7 @@ class Scrubber:
             self._writer.discard(b"".join(reversed(path)))
 
     def stats(self) -> dict[str, Any]:
-        """Return the position as plain JSON values.
-
-        ``share`` is the checked part of this pass; keys are uniformly distributed.
-        """
+        """Return the position as plain JSON values; ``share`` is the verified part of this pass (keys are uniform)."""
         key = self._last_key
         return {
             "bytes_per_second": self._bytes_per_second,

@@ -1,4 +1,4 @@
-"""The secret of a store: 32 random bytes in a file of its directory, which block hashes depend on."""
+"""The secret of a store: 32 random bytes in a file of its directory; block hashes depend on it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from kvstore.tier.ssd.opening import BIRTH_SECONDS
 from kvstore.tier.ssd.owner_lock import busy, try_lock
 from kvstore.tier.ssd.version_file import has_format, read_format
 
-SECRET_BYTES = 32
-"""As long as the digests that depend on it. Source: RFC 2104, section 3."""
-_RESTORE = "put back the one of this store or archive, without which no block is found, or use another path"
+SECRET_BYTES = 32  # as long as the digests that use it. Source: RFC 2104, section 3.
+_RESTORE = "restore the secret of this store or archive, without which no block is found, or use another path"
 
 
 def secret_for(
     path: Path, role: Literal["auto", "owner", "reader"], *, is_wanted: bool
 ) -> bytes | None:
-    """Return the secret of the store at ``path``, made for a new store; None if none is wanted.
+    """Return the secret of the store at ``path``, created for a new store; None if none is wanted.
 
     Raises:
-        LayoutMismatch: if the store has a secret and none is wanted, or the other way round.
+        LayoutMismatch: if the store has a secret and none is wanted, or vice versa.
         ConfigError: if ``path`` cannot be a store's, or other users may read the secret.
-        StoreBusy: if another process owns the directory and does not make the store in time.
+        StoreBusy: if another process owns the directory and does not create the store in time.
         StoreError: if the secret is missing or not that of the store.
     """
     deadline = time.monotonic() + BIRTH_SECONDS
@@ -49,21 +48,20 @@ def secret_for(
         named = _fingerprint_in(read_format(path))
         if named is not None and bool(named) != is_wanted:
             has, other = ("a", "with") if named else ("no", "without")
-            msg = (
+            raise LayoutMismatch(
                 f"{path} has {has} secret that its hashes depend on: open it {other} secret=True, or "
                 "use another path; it was left untouched"
             )
-            raise LayoutMismatch(msg)
         return _secret_named(path, named) if is_wanted else None
     except OSError as error:
         if not is_wanted:
-            return None  # the opening fails on the same error, and reports more
-        msg = f"the secret of {path} cannot be made: {error.strerror}; free disk space or use another path"
+            return None  # the opening fails with the same error, and reports more
+        msg = f"the secret of {path} cannot be created: {error.strerror}; free disk space or use another path"
         raise StoreError(msg) from error
 
 
 def secret_of(path: Path, text: str) -> bytes | None:
-    """Return the secret of a store of format ``text``, which need not exist yet; None if it has none.
+    """Return the secret of a store of format ``text``, which may not exist yet; None if it has none.
 
     Raises:
         LayoutMismatch: if the store at ``path`` has another format.
@@ -85,19 +83,17 @@ def _fingerprint_in(text: str) -> str | None:
 def _secret_named(path: Path, named: str | None) -> bytes:
     secret = _read_secret(path)
     if named is not None and secret_fingerprint(secret) != named:
-        msg = (
+        raise StoreError(
             f"{path / SECRET_FILE} is another secret: its fingerprint is "
             f"{secret_fingerprint(secret)[:16]}, expected {named[:16]}; {_RESTORE}"
         )
-        raise StoreError(msg)
     return secret
 
 
 def _make_secret(path: Path) -> bool:
-    """Make the secret of a new store; False if another process owns the directory and made none yet.
+    """Create the secret of a new store; False if another process owns the directory and created none yet.
 
-    An existing secret is kept: one put there to import an archive, or one left by a process that was
-    killed before it made the store.
+    An existing secret is kept: it was placed there to import an archive, or left by a process killed at creation.
     """
     if (path / SECRET_FILE).exists():
         return True
@@ -113,11 +109,11 @@ def _make_secret(path: Path) -> bool:
 
 
 def _read_secret(path: Path) -> bytes:
-    """Return the secret of a store. It is never made here: a new one would find no block.
+    """Return the secret of a store. It is never created here: with a new one no block would be found.
 
     Raises:
-        ConfigError: if the file belongs to another user, is open to others, or is no plain file.
-        StoreError: if it is missing or no secret.
+        ConfigError: if the file belongs to another user, is accessible to others, or is not a regular file.
+        StoreError: if it is missing or has another size.
     """
     tighten(path)
     file = path / SECRET_FILE
@@ -138,7 +134,7 @@ def _read_secret(path: Path) -> bytes:
             raise ConfigError(msg)
         if facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             mode = stat.S_IMODE(facts.st_mode)
-            msg = f"{file} is open to others (mode {mode:04o}); run chmod 600 on it, unless they may know it"
+            msg = f"{file} is accessible to others (mode {mode:04o}); run chmod 600 on it, unless they may know it"
             raise ConfigError(msg)
         secret = os.read(fd, SECRET_BYTES + 1)
     finally:

@@ -21,26 +21,23 @@ _GROUP_FIELDS: Mapping[str, type] = {
     "scale_rule": str,
     "tokens_per_entry": int,
 }
-"""Fields of a group in the text, in their order."""
+"""Fields of a group in the text, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFormat:
-    """The format that the ``VERSION`` file of a store describes."""
+    """The format described by the ``VERSION`` file of a store."""
 
-    layout: Layout
-    """Of its groups, those that are GLOBAL are stored."""
+    layout: Layout  # its GLOBAL groups are stored
     block_tokens: int
-    key_bytes: int = 0
-    """Longest key of a store of callers' own keys, 0 for a store of tokens."""
+    key_bytes: int = 0  # longest key of a store of callers' own keys, 0 for a store of tokens
     ssd_formats: Mapping[str, str] = field(default_factory=dict)
-    """Entry formats at rest, of the groups where they differ from the layout's."""
-    secret: str = ""
-    """Fingerprint of the secret that block hashes depend on, empty for none."""
+    """Entry formats at rest, by group, if they differ from the layout's."""
+    secret: str = ""  # fingerprint of the secret of the block hashes, empty for none
 
 
 def format_text(form: StoreFormat) -> str:
-    """Return the format of a store as one line of JSON. Equal text means equal frames."""
+    """Return the format of a store as one line of JSON. Equal texts mean equal frames."""
     text: dict[str, Any] = {
         "fingerprint": form.layout.fingerprint,
         "block_tokens": form.block_tokens,
@@ -59,11 +56,7 @@ def format_text(form: StoreFormat) -> str:
 
 
 def parse_format(text: str) -> StoreFormat:
-    """Return the format that ``format_text`` wrote.
-
-    Raises:
-        StoreError: if the text is damaged.
-    """
+    """Parse the result of ``format_text``. Raises ``StoreError`` for a damaged text."""
     try:
         if len(text) > FORMAT_BYTES:
             raise ValueError(f"{len(text)} characters, expected at most {FORMAT_BYTES}")
@@ -95,7 +88,7 @@ def _group(found: Mapping[str, Any]) -> LayerGroup:
 
 
 def _value(found: Mapping[str, Any], name: str, kind: type[V], *default: V) -> V:
-    """Return a field of exactly one type: 16.0 and true are no integers. Raises ``TypeError``."""
+    """Return a field of exactly one type: 16.0 and true are not integers. Raises ``TypeError``."""
     value = found[name] if name in found or not default else default[0]
     if type(value) is not kind:
         raise TypeError(f"{name} is {value!r:.40}, expected {kind.__name__}")

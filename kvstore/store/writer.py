@@ -1,7 +1,7 @@
 """The writer: the part of an open store that changes it, in the process that owns the store.
 
-It joins admission, the write queue, commits, eviction and quotas. Lookups read the index: a block
-enters it after its commit and leaves it before its delete, so the index never names a missing block.
+Lookups read the index: a block enters it after its commit and is removed before its delete, so the index never
+names a missing block.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class StoreWriter:
-    """The index of a store and all changes of it.
+    """The index of a store and all changes to it.
 
     Invariants:
-        Index and medium hold the same blocks whenever no change is under way and no delete failed.
+        Index and medium contain the same blocks when no change is in progress and no delete failed.
 
     Threads: any; commits run in the writer thread. Lock order: ``changing``, then the context's lock.
     """
@@ -58,16 +58,16 @@ class StoreWriter:
     ) -> None:
         """Take over an open tier and an empty index, and fill the index from the tier's records.
 
-        ``release_leases`` releases expired leases before an eviction. ``request_share`` is the share
-        of the tier that the blocks of one request may take.
+        ``release_leases`` releases expired leases before an eviction. ``request_share`` is the share of the tier that
+        the blocks of one request may use.
         """
         self.ssd = ssd
         self.index = index
         self._context = context
         self.request_blocks = plan.request_blocks(ssd.high_bytes // ssd.block_bytes, request_share)
         self.changing = changing = threading.RLock()
-        """Held from the split of a batch to its publication, and from the removal of blocks from the
-        index to their deletion: neither sees the other half done."""
+        """Held from the split of a batch to its publication, and from the removal of blocks from the index to their
+        deletion, so that neither is seen half done."""
         records = ssd.records()
         ssd.usage = usage_in(records, ssd.options.frame_bytes)
         self.namespaces = spaces = Namespaces(context, ssd, index.forget_namespace)
@@ -109,10 +109,7 @@ class StoreWriter:
             self.removal.delete(orphans)
 
     def discard(self, path: bytes, *, force: bool = True) -> int:
-        """Remove the block that ends a path and its descendants; return how many were removed.
-
-        Without ``force`` nothing is removed if a pin protects any of them.
-        """
+        """Remove the last block of a path and its descendants, return the number; none if pinned without ``force``."""
         with self.changing:
             with self._context.lock:
                 number = len(path) // KEY_BYTES - 1
@@ -128,7 +125,7 @@ class StoreWriter:
         return len(keys)
 
     def clear(self, root: BlockHash) -> int:
-        """Remove every block of one namespace; return how many were removed."""
+        """Remove every block of one namespace; return the number removed."""
         if self.namespaces.find(root) is None:
             return 0
         self.flush()
@@ -145,11 +142,8 @@ class StoreWriter:
     def evict_to(self, live_bytes: int) -> int:
         """Evict by the policy until at most ``live_bytes`` are in use; return the block count.
 
-        More stay in use where pins protect the rest, or a delete fails. An empty tier uses some
-        pages too.
-
-        Raises:
-            StoreError: if the size of the tier cannot be read.
+        More remain in use if pins protect the rest or a delete fails. An empty tier uses some pages too.
+        Raises ``StoreError`` if the size of the tier cannot be read.
         """
         try:
             with self.changing:
@@ -158,13 +152,10 @@ class StoreWriter:
             raise StoreError(f"the store at {self.ssd.path} cannot be read: {error}") from error
 
     def set_quota(self, root: BlockHash, namespace: Mapping[str, Any], quota: int) -> None:
-        """Set the most bytes of all generations of a namespace; evict its blocks that are over.
+        """Set the byte limit of all generations of a namespace; evict the excess.
 
-        A quota stays in force until another is set, also after a restart.
-
-        Raises:
-            StoreError: if it cannot be recorded, and then the old one stays in force; or if the
-                blocks that are over cannot be deleted now.
+        A quota stays in force until another is set, also across restarts. Raises ``StoreError`` if it cannot be
+        recorded (the old quota stays in force), or the excess cannot be deleted.
         """
         with self._context.lock:
             number = self.namespaces.acquire(root, namespace)
@@ -183,11 +174,7 @@ class StoreWriter:
                 self.namespaces.release(number)
 
     def flush(self) -> None:
-        """Return when every block accepted before survives power loss.
-
-        Raises:
-            StoreError: if the writer thread failed or the medium cannot be synced.
-        """
+        """Wait until every block accepted before is durable. Raises ``StoreError`` if a write or the sync failed."""
         self.queue.drain()
         failure, self.queue.failure = self.queue.failure, None
         if failure is not None:
@@ -208,7 +195,7 @@ class StoreWriter:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether writing has stopped, after failures of the medium."""
+        """Whether writing is stopped after failures of the medium."""
         return self.failures.is_stopped
 
     def namespace_counts(self) -> list[dict[str, Any]]:

@@ -23,19 +23,14 @@ class DeviceTier:
     Shapes:
         ``tensors[group]`` is uint8 ``[pages, layers, entries of a block, entry_bytes]``.
 
-    Invariants:
-        A page is free or allocated; ``free_pages`` plus allocated pages is ``page_count``.
-
-    Threads: the caller serialises allocation and freeing; copies and gathers may run at any time.
+    A page is free or allocated. Threads: the caller serialises allocation and freeing; copies and gathers may run at
+    any time.
     """
 
     name = "device"
 
     def __init__(self, frame_format: Frames, capacity_bytes: int, device: str) -> None:
-        """Allocate all pages. Raises ``ConfigError`` if the device is missing or too small.
-
-        They are made outside inference mode, so that they can be written in and outside it.
-        """
+        """Allocate all pages. Raises ``ConfigError`` if the device is missing or too small."""
         self._format = frame_format
         self.layout = frame_format.layout
         self.capacity_bytes = capacity_bytes
@@ -43,7 +38,7 @@ class DeviceTier:
         self.page_count = capacity_bytes // self.page_bytes
         try:
             self.device = torch.device(device)
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(mode=False):  # pages made in it can only be written in it
                 self.tensors = {
                     group.name: torch.empty(
                         (
@@ -56,11 +51,10 @@ class DeviceTier:
                     for group in self.layout.global_groups
                 }
         except (RuntimeError, AssertionError) as error:
-            msg = (
-                f"device {device!r} cannot hold {self.page_count} pages of {self.page_bytes} bytes: "
+            raise ConfigError(
+                f"device {device!r} cannot allocate {self.page_count} pages of {self.page_bytes} bytes: "
                 f"{error}; lower device_bytes or choose another device"
-            )
-            raise ConfigError(msg) from error
+            ) from error
         self._free = list(range(self.page_count - 1, -1, -1))
         self._target = (
             frame_format.entries_target(
@@ -77,9 +71,9 @@ class DeviceTier:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free pages. Raises ``CapacityError`` if there are fewer."""
+        """Allocate ``count`` free pages. Raises ``CapacityError`` if there are fewer."""
         if count > len(self._free):
-            msg = f"{count} device pages asked for, {len(self._free)} of {self.page_count} are free"
+            msg = f"{count} device pages were requested, {len(self._free)} of {self.page_count} are free"
             raise CapacityError(msg)
         return [self._free.pop() for _ in range(count)]
 
@@ -93,10 +87,7 @@ class DeviceTier:
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device)
 
     def write(self, page: int, frame: memoryview) -> str | None:
-        """Copy a frame's payload to a page; return its fault or None.
-
-        After a fault the content of the page is undefined.
-        """
+        """Copy a frame's payload to a page; return its fault or None. After a fault its content is undefined."""
         if self._target is not None:
             return self._format.scatter(frame, self._target, page)
         staged = self._format.empty(1)
@@ -127,7 +118,7 @@ class DeviceTier:
         check_plain(given, "entry_indices")
         try:
             indices = torch.as_tensor(given, device=self.device)
-        except Exception as error:  # torch has a kind of error for each kind of value
+        except Exception as error:  # torch raises different exceptions for different values
             msg = f"entry_indices must be integers [queries, k], found {brief(given)}: {error}"
             raise ValueError(msg) from error
         if indices.ndim != 2:
@@ -147,17 +138,13 @@ class DeviceTier:
         entry_indices: torch.Tensor | NDArray[np.integer[Any]] | None,
         dtype: torch.dtype | str,
     ) -> torch.Tensor:
-        """Return decoded entries of one layer.
+        """Return decoded entries of one layer; reads only the requested rows.
 
         Shapes:
-            ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for
-            none (zeros), or None for every entry of the table as one query. The result is
-            ``[queries, k, group.values]`` of ``dtype``.
+            ``page_ids`` is int64 ``[blocks]``. ``entry_indices`` is int ``[queries, k]``, -1 for none (zeros), or None
+            for every entry of the table as one query. The result is ``[queries, k, group.values]`` of ``dtype``.
 
-        Raises:
-            ValueError: for a layer that the group does not own or an entry beyond the table.
-
-        Cost: reads only the rows asked for.
+        Raises ``ValueError`` for a layer that the group does not own or an entry beyond the table.
         """
         wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if not isinstance(wanted, torch.dtype):

@@ -15,9 +15,8 @@ from kvstore.layout import LayerGroup, Layout
 from kvstore.tier.engine_pages import ENTRIES_TAG, Pages
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Formats of plain numbers: a copy is exact in the engine's own dtype, else one rounding."""
-OPAQUE_FORMAT = "u8"
-"""The format of entries that are opaque bytes."""
+"""Formats of plain numbers: a copy is exact in the engine's own dtype, otherwise one rounding."""
+OPAQUE_FORMAT = "u8"  # the format of entries that are opaque bytes
 
 
 def encode_rows(group: LayerGroup, rows: torch.Tensor) -> torch.Tensor:
@@ -35,23 +34,18 @@ def decode_rows(group: LayerGroup, entries: torch.Tensor, dtype: torch.dtype) ->
 class PagedEntries:
     """One request's entries in an engine's pages, addressed by token.
 
-    Copies run in inference mode, because tensors made in it can only be written in it.
+    Copies run in inference mode, because tensors created in it can only be written in it.
 
     Threads: any; the caller guards the engine's tensors.
     """
 
     def __init__(self, layout: Layout, pages: Pages, tokens: int) -> None:
-        """Check that ``pages`` can hold tokens ``[0, tokens)``.
-
-        Raises:
-            ValueError: naming the group, what was expected and what was found.
-        """
+        """Check that ``pages`` can contain tokens ``[0, tokens)``; raise ``ValueError`` naming group and mismatch."""
         if pages.layout_tag != ENTRIES_TAG:
-            msg = (
+            raise ValueError(
                 f"pages have layout tag {pages.layout_tag!r}, expected {ENTRIES_TAG!r}: give views with "
                 "axes [page, entry, ...]"
             )
-            raise ValueError(msg)
         self.layout = layout
         self._layers: dict[str, list[torch.Tensor]] = {}
         self._ids: dict[str, torch.Tensor] = {}
@@ -70,20 +64,18 @@ class PagedEntries:
             raise ValueError(msg) from error
         is_integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
         if ids.ndim != 1 or not is_integers:
-            msg = (
+            raise ValueError(
                 f"page_ids of group {group.name!r} must be a list of integers, found "
                 f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
             )
-            raise ValueError(msg)
         ids = ids.to("cpu", torch.int64)
         have = len(ids) * self._page_entries(group)
         need = tokens // group.tokens_per_entry
         if have < need:
-            msg = (
-                f"group {group.name!r}: {len(ids)} pages hold {have} entries, expected at least {need} "
+            raise ValueError(
+                f"group {group.name!r}: {len(ids)} pages have {have} entries, expected at least {need} "
                 f"for {tokens} tokens"
             )
-            raise ValueError(msg)
         return ids
 
     def _page_entries(self, group: LayerGroup) -> int:
@@ -98,17 +90,15 @@ class PagedEntries:
             count = len(self._layers[group.name][0])
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
                 wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-                msg = f"group {group.name!r}: page {wrong} named, expected one of [0, {count})"
+                msg = f"group {group.name!r}: found page {wrong}, expected one of [0, {count})"
                 raise ValueError(msg)
 
     @torch.inference_mode()
     def gather(self, start: int, stop: int) -> dict[str, NDArray[np.uint8]]:
         """Copy the entries of tokens ``[start, stop)`` to the host.
 
-        Shapes:
-            each uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]``.
-
-        Cost: one copy; two if a page holds tokens outside the range.
+        Returns uint8 ``[layers, (stop - start) // tokens_per_entry, entry_bytes]`` by group. Cost: one copy; two if a
+        page contains tokens outside the range.
         """
         found: dict[str, NDArray[np.uint8]] = {}
         for group in self.layout.global_groups:
@@ -141,11 +131,8 @@ class PagedEntries:
     ) -> None:
         """Copy entries of one layer to the pages, and wait for the copy.
 
-        Shapes:
-            ``layer`` counts within ``group.layers``; ``entries``, uint8 ``[n, entry_bytes]``, are
-            the entries ``[first, first + n)`` of the request.
-
-        Cost: one copy per run of consecutive pages.
+        ``layer`` is an index in ``group.layers``; ``entries``, uint8 ``[n, entry_bytes]``, are the entries
+        ``[first, first + n)`` of the request. Cost: one copy per run of consecutive pages.
         """
         view = self._layers[group.name][layer]
         last, per = first + len(entries), int(view.shape[1])
@@ -156,7 +143,7 @@ class PagedEntries:
         rows = rows.reshape(len(entries), *view.shape[2:])
         ids: list[int] = self._ids[group.name][first // per : -(-last // per)].tolist()
         entry = first
-        if first % per:  # the first page also holds earlier entries
+        if first % per:  # the first page also contains earlier entries
             stop = min(last, first - first % per + per)
             view[ids[0], first % per : first % per + stop - first].copy_(rows[: stop - first])
             entry, ids = stop, ids[1:]
@@ -181,11 +168,10 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
     else:
         views = list(given)
     if len(views) != len(group.layers):
-        msg = (
+        raise ValueError(
             f"group {group.name!r}: expected pages of {len(group.layers)} layers, found {len(views)}; "
             "give one tensor per layer, or one tensor [pages, layers, entries, ...]"
         )
-        raise ValueError(msg)
     takes_numbers = group.entry_format != OPAQUE_FORMAT
     numbers_too = f" or {group.values} floating-point numbers" if takes_numbers else ""
     for view in views:
@@ -194,18 +180,16 @@ def _layer_views(group: LayerGroup, tensors: Mapping[str, Any]) -> list[torch.Te
         expected = group.entry_bytes if is_bytes else group.values
         numbers = view[:1, :1].numel() if view.ndim >= 3 and len(view) else expected
         if view.ndim < 3 or numbers != expected or not is_taken:
-            msg = (
+            raise ValueError(
                 f"group {group.name!r}: expected pages [pages, entries, ...] with {group.entry_bytes} "
                 f"bytes (uint8){numbers_too} an entry, found "
                 f"{str(view.dtype).removeprefix('torch.')} {list(view.shape)}"
             )
-            raise ValueError(msg)
         if view.shape[1] != views[0].shape[1] or len(view) != len(views[0]):
-            msg = (
-                f"group {group.name!r}: layers are paged differently, found {list(views[0].shape)} and "
-                f"{list(view.shape)}"
+            raise ValueError(
+                f"group {group.name!r}: layers have pages of different shapes, found "
+                f"{list(views[0].shape)} and {list(view.shape)}"
             )
-            raise ValueError(msg)
     return views
 
 

@@ -12,18 +12,17 @@ ENTRIES_TAG = "entries"
 class Pages:
     """Source or target of entries: paged tensors, and a page table.
 
-    A page holds the same number of entries of every layer of a group. The order of axes is fixed and
-    strides are free: an engine with another order gives permuted or sliced views, without a copy.
+    A page contains the same number of entries of every layer of a group. The order of axes is fixed and strides are free:
+    an engine with another order passes permuted or sliced views, without a copy.
 
     Shapes:
-        ``tensors[group]`` is either one torch tensor ``[pages, layers, entries, *entry]``, or a
-        sequence of one tensor ``[pages, entries, *entry]`` for each of ``group.layers``. ``*entry``
-        is ``(entry_bytes,)`` of uint8, or any shape of ``group.values`` floating-point numbers,
-        which the group's format encodes and decodes.
+        ``tensors[group]`` is either one torch tensor ``[pages, layers, entries, *entry]``, or a sequence of one tensor
+        ``[pages, entries, *entry]`` for each of ``group.layers``. ``*entry`` is ``(entry_bytes,)`` of uint8, or any
+        shape of ``group.values`` floating-point numbers, which are encoded and decoded in the group's format.
 
     Units:
-        ``page_ids`` lists the pages of tokens ``[0, ...)`` in order: integers, or a mapping from
-        each group to such a list. Ids of pages that a call does not touch may have any value.
+        ``page_ids`` lists the pages of tokens ``[0, ...)`` in order: integers, or a mapping from each group to such a
+        list. Ids of pages that a call does not access may have any value.
 
     ``layout_tag`` names the order of axes; any other than ``"entries"`` is refused.
     """

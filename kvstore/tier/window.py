@@ -1,7 +1,4 @@
-"""The window pool: window KV in host memory, kept for minutes and never written to a disk.
-
-It maps the hash of a prefix to the ``WindowSnapshot`` that ends there.
-"""
+"""The window pool: window KV in host memory by prefix hash, kept for minutes and never written to a disk."""
 
 from __future__ import annotations
 
@@ -20,28 +17,25 @@ from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout
 from kvstore.layout.replay import WindowSnapshot
 
-POISON = 0xFF
-"""Byte that fills freed rows in debug mode: NaN in every float format of rows."""
+POISON = 0xFF  # byte that fills freed rows in debug mode: NaN in every float format of rows
 
 
 @dataclass(slots=True)
-class _Held:
+class _Pooled:
     snapshot: WindowSnapshot
     owner: BlockHash
     size: int
     expires: float
     pins: int = 0
-    is_used: bool = False
-    """Whether a hit has used it."""
-    is_doomed: bool = False
-    """Dropped while pinned; freed with the last pin."""
+    is_used: bool = False  # whether a hit has used it
+    is_doomed: bool = False  # dropped while pinned; freed with the last pin
 
 
 class WindowPool:
     """Window snapshots in host memory, with a cap in bytes, a time to live and LRU eviction.
 
     Invariants:
-        ``used_bytes`` equals the sizes of all snapshots held and never exceeds ``capacity_bytes``.
+        ``used_bytes`` equals the sizes of all snapshots and never exceeds ``capacity_bytes``.
         A pinned snapshot stays readable until its last pin is dropped.
 
     Threads: the caller serialises every call.
@@ -61,23 +55,21 @@ class WindowPool:
         self.capacity_bytes = capacity_bytes
         self.ttl_seconds = ttl_seconds
         self.rows = rows
-        """Most rows kept of a snapshot, rounded up to whole entries; older ones are cut off."""
+        """Most rows kept of a snapshot, rounded up to whole entries; older rows are cut off."""
         self.used_bytes = 0
         self._cut = math.lcm(*(group.tokens_per_entry for group in layout.window_groups))
         self._clock = clock
         self._poison_on_free = poison_on_free
-        self._held: OrderedDict[BlockHash, _Held] = OrderedDict()  # least recently used first
-        self._pinned: dict[int, _Held] = {}  # by identity of the snapshot handed out
+        self._held: OrderedDict[BlockHash, _Pooled] = OrderedDict()  # least recently used first
+        self._pinned: dict[int, _Pooled] = {}  # by identity of the returned snapshot
         self.evicted = 0
         self.expired = 0
-        self.refused = 0
-        """Windows that did not fit beside pinned ones, or at all."""
-        self.evicted_unused = 0
-        """Windows evicted or expired before any hit used them."""
+        self.refused = 0  # windows that did not fit next to pinned ones, or at all
+        self.evicted_unused = 0  # windows evicted or expired before any hit used them
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one whole snapshot, the smallest capacity that holds any."""
+        """Bytes of one whole snapshot, the smallest usable capacity."""
         rows = -(-self.rows // self._cut) * self._cut
         return sum(
             len(group.layers) * (rows // group.tokens_per_entry) * group.entry_bytes
@@ -103,8 +95,8 @@ class WindowPool:
     ) -> bool:
         """Copy ``snapshot`` to the pool as the window that ends the prefix ``key`` of ``owner``.
 
-        Returns False, and changes nothing, for a replayed snapshot of a key that the pool holds, and
-        for a snapshot that does not fit beside pinned ones.
+        Returns False, without a change, for a replayed snapshot of a key already in the pool, and for a snapshot that
+        does not fit next to pinned ones.
         """
         self.expire()
         present = self._held.get(key)
@@ -125,19 +117,19 @@ class WindowPool:
             self._drop(key, present)
         self._make_room(size)
         kept = WindowSnapshot(first, snapshot.stop, rows, "replay" if is_replayed else "pool")
-        self._held[key] = _Held(kept, owner, size, self._clock() + self.ttl_seconds)
+        self._held[key] = _Pooled(kept, owner, size, self._clock() + self.ttl_seconds)
         self.used_bytes += size
         return True
 
     def peek(self, key: BlockHash) -> WindowSnapshot | None:
-        """Return the snapshot that ends ``key``, without a change of recency."""
+        """Return the snapshot that ends ``key``, without changing its recency."""
         held = self._held.get(key)
         if held is None or held.expires <= self._clock():
             return None
         return held.snapshot
 
     def longest(self, hashes: Sequence[BlockHash], blocks: int) -> int:
-        """Return the most blocks, up to ``blocks``, of a prefix whose window is held."""
+        """Return the most blocks, up to ``blocks``, of a prefix whose window is in the pool."""
         return next((n for n in range(blocks, 0, -1) if self.peek(hashes[n - 1])), 0)
 
     def pin(self, key: BlockHash) -> WindowSnapshot | None:
@@ -152,7 +144,7 @@ class WindowPool:
         return held.snapshot
 
     def unpin(self, snapshot: WindowSnapshot) -> None:
-        """Drop one pin of a snapshot that ``pin`` returned."""
+        """Drop one pin of a snapshot returned by ``pin``."""
         held = self._pinned[id(snapshot)]
         held.pins -= 1
         if not held.pins:
@@ -169,7 +161,7 @@ class WindowPool:
             self.evicted_unused += not held.is_used
 
     def keys(self) -> frozenset[BlockHash]:
-        """Return the hashes of the prefixes whose window is held."""
+        """Return the hashes of the prefixes whose window is in the pool."""
         self.expire()
         return frozenset(self._held)
 
@@ -192,8 +184,8 @@ class WindowPool:
 
     def _obtainable_bytes(self) -> int:
         """Bytes that are free or of unpinned snapshots."""
-        loose = sum(held.size for held in self._held.values() if not held.pins)
-        return self.capacity_bytes - self.used_bytes + loose
+        unpinned = sum(held.size for held in self._held.values() if not held.pins)
+        return self.capacity_bytes - self.used_bytes + unpinned
 
     def _make_room(self, size: int) -> None:
         for key, held in list(self._held.items()):
@@ -204,14 +196,14 @@ class WindowPool:
                 self.evicted += 1
                 self.evicted_unused += not held.is_used
 
-    def _drop(self, key: BlockHash, held: _Held) -> None:
+    def _drop(self, key: BlockHash, held: _Pooled) -> None:
         del self._held[key]
         if held.pins:
             held.is_doomed = True  # its bytes count until the last pin is dropped
         else:
             self._free(held)
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: _Pooled) -> None:
         self.used_bytes -= held.size
         if self._poison_on_free:
             for array in held.snapshot.rows.values():
@@ -227,7 +219,7 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
         raise ValueError(msg)
     groups = {group.name: group for group in layout.window_groups}
     if set(snapshot.rows) != set(groups):
-        msg = f"snapshot holds groups {sorted(map(str, snapshot.rows))}, expected the WINDOW groups {sorted(groups)}"
+        msg = f"snapshot has groups {sorted(map(str, snapshot.rows))}, expected the WINDOW groups {sorted(groups)}"
         raise ValueError(msg)
     start, stop = snapshot.start, snapshot.stop
     if stop < 1 or stop % block_tokens:
@@ -241,21 +233,20 @@ def check_snapshot(snapshot: WindowSnapshot, layout: Layout, block_tokens: int) 
         array = _rows_on_host(name, snapshot.rows[name])
         expected = (len(group.layers), (stop - start) // group.tokens_per_entry, group.entry_bytes)
         if array.dtype != np.uint8 or array.shape != expected:
-            msg = (
+            raise ValueError(
                 f"snapshot rows of group {name!r}: expected uint8 {list(expected)}, "
                 f"found {array.dtype} {list(array.shape)}"
             )
-            raise ValueError(msg)
 
 
 def _rows_on_host(name: str, rows: Any) -> NDArray[Any]:
-    """Return rows as a host array, copied from a device if need be."""
+    """Return rows as a host array, copied from a device if necessary."""
     found = on_host(rows)
     if found is None:
-        msg = (
-            f"snapshot rows of group {name!r}: expected a uint8 array, found {type(rows).__name__}"
+        found_type = type(rows).__name__
+        raise ValueError(
+            f"snapshot rows of group {name!r}: expected a uint8 array, found {found_type}"
         )
-        raise ValueError(msg)
     return found
 
 

@@ -16,33 +16,31 @@ from kvstore.transfer.interrupts import BARRIER_SECONDS, taken_lock, wait_releas
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.010
-"""Time that a commit waits for one more block: a group commit at 64 blocks, 16 MB, or 10 ms without a
-new block. Counted from the first block instead, 10 ms would split a batch that takes longer to frame,
-and its two commits would wait for the disk twice. docs/decisions/0009."""
-LINGERS = 10
-"""Most multiples of ``LINGER_SECONDS`` that a commit waits in all when blocks arrive slowly."""
+"""Time that a commit waits for one more block: a group commit at 64 blocks, 16 MB, or 10 ms without a new block.
+Counted from the first block, 10 ms would split a batch that takes longer to frame, and its two commits would wait for
+the disk twice. docs/decisions/0009."""
+LINGERS = 10  # most multiples of ``LINGER_SECONDS`` that a commit waits in all
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class QueuedBlock(Generic[T]):
-    """A framed block that waits for its commit."""
+    """A framed block waiting for its commit."""
 
     key: BlockKey
     parent: BlockKey
     number: int
     frame: bytearray
-    request: T
-    """State shared by the blocks of one request."""
+    request: T  # state shared by the blocks of one request
 
 
 class CommitQueue(Generic[T]):
-    """A bounded queue of blocks and the thread that commits them, the only one that writes the tier.
+    """A bounded queue of blocks and the thread that commits them, the only writer of the tier.
 
-    The thread calls ``commit`` with blocks in the order they were queued, parents before children.
-    ``commit`` may drop blocks, and handles errors of the medium itself. Any other exception is
-    logged and kept in ``failure``, and the thread continues.
+    The thread calls ``commit`` with blocks in queue order, parents before children. ``commit`` may drop blocks, and
+    handles errors of the medium itself. Any other exception is logged and recorded in ``failure``, and the thread
+    continues.
     """
 
     def __init__(
@@ -62,14 +60,13 @@ class CommitQueue(Generic[T]):
         self._changed = threading.Condition(self._lock)
         self._is_closing = False
         self._has_ended = False
-        self.failure: BaseException | None = None
-        """The last exception that ``commit`` raised: a programming error, not a disk error."""
+        self.failure: BaseException | None = None  # raised by ``commit``; not a disk error
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
         self._thread.start()
 
     @property
     def queued_blocks(self) -> int:
-        """Number of blocks that wait for their commit."""
+        """Number of blocks waiting for their commit."""
         return self._queued
 
     def wait_for_room(self, seconds: float) -> bool:
@@ -87,10 +84,7 @@ class CommitQueue(Generic[T]):
         return self._is_closing
 
     def submit(self, block: QueuedBlock[T]) -> bool:
-        """Queue a block; return whether it was accepted, which it is until the queue closes.
-
-        Callers wait for room first. Each may exceed the bound of the queue by one block.
-        """
+        """Queue a block; return False when closing. Each caller waits for space first; it may exceed it by one."""
         with self._lock:
             if self._is_closing:
                 return False
@@ -100,11 +94,7 @@ class CommitQueue(Generic[T]):
             return True
 
     def drain(self) -> None:
-        """Wait until every block queued before is committed or dropped.
-
-        Raises:
-            StoreError: after ``BARRIER_SECONDS``.
-        """
+        """Wait until blocks queued before are committed or dropped. Raises ``StoreError`` after ``BARRIER_SECONDS``."""
         mark = taken_lock()
         with self._lock:
             if self._has_ended:
@@ -121,7 +111,7 @@ class CommitQueue(Generic[T]):
         self._thread.join(BARRIER_SECONDS)
 
     def _next_batch(self) -> list[QueuedBlock[T]] | threading.Lock | None:
-        """Wait for work. Return a batch, a lock to release, or None when the queue has closed."""
+        """Wait for work. Return a batch, a lock to release, or None after the queue has closed."""
         with self._lock:
             self._changed.wait_for(lambda: self._items or self._is_closing)
             if not self._items:
@@ -154,7 +144,7 @@ class CommitQueue(Generic[T]):
                 continue
             try:
                 self._commit(work)
-            except BaseException as error:  # the thread must go on: a flush reports it
+            except BaseException as error:  # the thread must continue: a flush reports it
                 self.failure = error
                 logger.exception("a commit of %d blocks failed", len(work))
             with self._lock:

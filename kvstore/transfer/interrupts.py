@@ -1,7 +1,7 @@
-"""Calls that Ctrl-C does not leave half done, and waiting that it may interrupt anywhere.
+"""Calls that Ctrl-C does not leave half done, and waits that it may interrupt anywhere.
 
-A signal may interrupt the main thread between any two instructions. Code of this package enters an
-``RLock`` itself, which is one instruction, and not its condition, which is a call.
+A signal may interrupt the main thread between any two instructions. Code of this package enters an ``RLock`` directly,
+which is one instruction, and not its condition, which is a call.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from kvstore.errors import StoreError
 
 T = TypeVar("T")
 
-BARRIER_SECONDS = 120.0
-"""Deadline of a flush. A disk that takes longer counts as failed."""
+BARRIER_SECONDS = 120.0  # deadline of a flush. A disk that takes longer counts as failed.
 
 
 def taken_lock() -> threading.Lock:
-    """Return an acquired lock, which another thread releases once: an event that is waited for.
+    """Return an acquired lock, to be released once by another thread: an event to wait for.
 
-    An acquire is one instruction. A ``threading.Event`` enters a condition: a thread that is
-    interrupted inside it blocks the thread that sets the event.
+    An acquire is one instruction. A ``threading.Event`` enters a condition: a thread interrupted inside it blocks the
+    thread that sets the event.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -40,25 +39,24 @@ def wait_released(lock: threading.Lock, subject: str, media: str) -> None:
 
 
 class _Call(Generic[T]):
-    """A call that a thread of its own makes, once."""
+    """A call made once by its own thread."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._claim = threading.Lock()
         self._running = taken_lock()
-        self.results: list[T] = []
-        """The returned value, if the call returned."""
+        self.results: list[T] = []  # the returned value, if the call returned
         self.error: BaseException | None = None
 
     def begin(self) -> None:
-        """Let a thread make the call.
+        """Start a thread that makes the call.
 
-        ``Thread.start`` is called in that thread, which no signal interrupts: interrupted inside it,
-        a caller could block the new thread for ever. It names the thread, in logs too.
+        ``Thread.start`` is called in that thread, which no signal interrupts: a caller interrupted inside it could
+        block the new thread for ever. It names the thread, also for logs.
         """
         try:
             _thread.start_new_thread(self._start, ())
-        except RuntimeError:  # at the end of the interpreter, or no thread can be started
+        except RuntimeError:  # during interpreter shutdown, or no thread can be started
             self.run()
 
     def _start(self) -> None:
@@ -68,11 +66,11 @@ class _Call(Generic[T]):
             self.run()
 
     def run(self) -> None:
-        """Make the call, unless it is called off."""
+        """Make the call, unless it was cancelled."""
         if self._claim.acquire(blocking=False):
             try:
                 self.results.append(self._work())
-            except BaseException as error:  # raised by the caller that waits
+            except BaseException as error:  # raised by the waiting caller
                 self.error = error
             finally:
                 self._running.release()
@@ -82,8 +80,8 @@ class _Call(Generic[T]):
         with self._running:
             pass
 
-    def call_off(self) -> None:
-        """Call it off, or wait for its end if it has begun."""
+    def cancel(self) -> None:
+        """Cancel the call, or wait for its end if it has started."""
         if not self._claim.acquire(blocking=False):
             self.wait()
 
@@ -91,9 +89,9 @@ class _Call(Generic[T]):
 def uninterrupted(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Return the result of ``work``, which Ctrl-C cannot leave half done.
 
-    Signals raise in the main thread alone, so another thread does the work of the main thread. The
-    first Ctrl-C is raised after ``work`` and the ``undo`` of its result have ended. A second one is
-    raised at once; the work continues to its end in the background.
+    Signals raise only in the main thread, so another thread does the main thread's work. The first Ctrl-C is raised
+    after ``work`` and the ``undo`` of its result have ended. A second one is raised at once; the work continues to its
+    end in the background.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return work()
@@ -102,7 +100,7 @@ def uninterrupted(work: Callable[[], T], undo: Callable[[T], object] | None = No
         call.begin()
         call.wait()
     except BaseException:
-        call.call_off()
+        call.cancel()
         if undo is not None and call.results:
             uninterrupted(functools.partial(undo, call.results[0]))
         raise

@@ -36,9 +36,9 @@ class Job:
         self._is_done = False
         self.is_cancelled = False
         self.loaded_tokens = 0
-        """Number of tokens from the load's ``start`` on whose entries are in the caller's memory."""
+        """Number of tokens, from the load's ``start``, whose entries are in the caller's memory."""
         self.failed_blocks: tuple[int, ...] = ()
-        """Numbers of the blocks that were requested and not loaded."""
+        """Numbers of the blocks that were requested but not loaded."""
         self.stored: Any = None
         """The ``Stored`` of a save; None for a load, and for a save that never ran."""
         self.error: BaseException | None = None
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended and no longer touches the caller's memory."""
+        """Whether the job has ended and no longer accesses the caller's memory."""
         return self._is_done
 
     def wait(self, timeout: float = BARRIER_SECONDS) -> bool:
@@ -57,7 +57,7 @@ class Job:
     def wait_group(self, group: str, layer: int, timeout: float = BARRIER_SECONDS) -> bool:
         """Wait until all requested entries of one layer are loaded; return whether they are.
 
-        False if the job was cancelled, loaded less, or takes longer than ``timeout`` seconds.
+        False if the job was cancelled, loaded less, or is not done after ``timeout`` seconds.
 
         Raises:
             ValueError: for a layer that the job does not load.
@@ -71,10 +71,10 @@ class Job:
             return part in self._ready
 
     def cancel(self) -> None:
-        """Cancel the job; return after the last copy that touches the caller's memory.
+        """Cancel the job; return after the last copy that accesses the caller's memory.
 
-        It waits for a copy in progress, but not for the job's turn nor for room in a queue: the job
-        may be ``done`` later, and touches no memory of the caller until then.
+        It waits for a copy in progress, but not for the job's turn or for space in a queue: the job may be ``done``
+        later, without accessing the caller's memory until then.
 
         Raises:
             StoreError: after ``BARRIER_SECONDS``; the memory is still in use then.
@@ -88,7 +88,7 @@ class Job:
 
     @contextmanager
     def copying(self) -> Iterator[bool]:
-        """Mark a copy in progress; yields whether the caller's memory may be touched. For the work."""
+        """Mark a copy in progress; yield whether the caller's memory may be accessed. For the work."""
         with self._changed:
             self._is_copying = not self.is_cancelled
         try:
@@ -108,7 +108,7 @@ class Job:
         """Call ``work``, record its exception, and end the job. For the thread that runs it."""
         try:
             work(self)
-        except BaseException as error:  # the thread must go on: the job reports it
+        except BaseException as error:  # the thread must continue: the job reports it
             self.error = error
             logger.exception("a background job failed")
         self.finish()

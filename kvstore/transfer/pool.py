@@ -1,4 +1,4 @@
-"""Parallel work on a range of positions: a task, and a pool of threads that help with tasks."""
+"""Parallel work on a range of positions: a task, and a pool of threads that execute tasks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvstore.transfer.interrupts import uninterrupted
 class ParallelTask:
     """A task over positions ``[0, count)``. Threads claim consecutive chunks in order.
 
-    ``work(first, stop)`` does one chunk and returns the position where it ended. A chunk that ends
-    early or raises is the last that counts. Chunks begin in order, so the leading positions that
-    are done without a gap are known at any time.
+    ``work(first, stop)`` processes one chunk and returns the position where it ended. A chunk that ends early or
+    raises is the last that counts. Chunks start in order, so the end of the leading finished positions is always
+    known.
 
     Threads: any number may help at the same time.
     """
@@ -30,7 +30,7 @@ class ParallelTask:
         deadline: float = math.inf,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        """No chunk begins after ``deadline``, a time of ``time.monotonic``, or once cancelled."""
+        """No chunk starts after ``deadline``, on the clock of ``time.monotonic``, or once cancelled."""
         self._chunk = chunk
         self._work = work
         self._deadline = deadline
@@ -38,8 +38,7 @@ class ParallelTask:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._next = 0
-        self._end = self.count = count
-        """Positions from here on are not begun and do not count."""
+        self._end = self.count = count  # positions from here on are not started and do not count
         self._underway: set[int] = set()
         self._error: BaseException | None = None
 
@@ -49,13 +48,13 @@ class ParallelTask:
         return -(-self.count // self._chunk)
 
     def help(self) -> None:
-        """Work on chunks until none is left to begin."""
+        """Process chunks until none is left to start."""
         while (first := self._claim()) is not None:
             stop = min(first + self._chunk, self.count)
             end = first
             try:
                 end = self._work(first, stop)
-            except BaseException as error:  # the thread must go on: ``finish`` raises it
+            except BaseException as error:  # the thread must continue: ``finish`` raises it
                 self._error = error
             with self._lock:
                 self._underway.discard(first)
@@ -74,7 +73,7 @@ class ParallelTask:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether no further chunk will begin."""
+        """Whether no further chunk will start."""
         return (
             self._next >= self._end
             or time.monotonic() >= self._deadline
@@ -82,7 +81,7 @@ class ParallelTask:
         )
 
     def finish(self, *, leaves: bool = False) -> int:
-        """Wait for the chunks in progress; return the end of the leading positions that are done.
+        """Wait for the chunks in progress; return the end of the leading finished positions.
 
         With ``leaves`` it returns at the deadline; chunks still in progress then do not count.
         """
@@ -99,12 +98,12 @@ class ParallelTask:
 class ThreadPool:
     """Threads that help with parallel tasks, started on first use.
 
-    A caller works on its own task too, so it never waits for a busy thread. A caller that leaves at a
-    deadline does not, because a read of the disk may hang.
+    A caller also works on its own task, so it never waits for a busy thread. A caller that leaves at a deadline does
+    not, because a read of the disk may hang.
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        """``threads`` is the number beside the callers' own; 0 for none."""
+        """``threads`` is the number in addition to the callers; 0 for none."""
         self._name = name
         self._threads = threads
         self._waiting: deque[ParallelTask] = deque()
@@ -114,7 +113,7 @@ class ThreadPool:
         self._is_closing = False
 
     def begin(self, task: ParallelTask) -> None:
-        """Let idle threads begin a task."""
+        """Assign idle threads to a task."""
         wanted = min(self._threads, task.chunks)
         with self._lock:
             if self._is_closing:
@@ -129,15 +128,14 @@ class ThreadPool:
     def finish(self, task: ParallelTask, *, leaves: bool = False) -> int:
         """Help with a task and wait for its end, as ``ParallelTask.finish``.
 
-        With ``leaves`` the caller does not help, unless the pool has no threads: then a read that
-        hangs delays it.
+        With ``leaves`` the caller helps only if the pool has no threads, and a hanging read then delays it.
         """
         if not (leaves and self._threads):
             task.help()
         return task.finish(leaves=leaves)
 
     def close(self) -> None:
-        """Let the threads end after their current tasks."""
+        """Stop the threads after their current tasks."""
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()

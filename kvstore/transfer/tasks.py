@@ -43,11 +43,7 @@ class TaskThread:
         self._thread.join(BARRIER_SECONDS)
 
     def drain(self) -> None:
-        """Wait until every task queued before is done.
-
-        Raises:
-            StoreError: after ``BARRIER_SECONDS``.
-        """
+        """Wait until every task queued before is done. Raises ``StoreError`` after ``BARRIER_SECONDS``."""
         mark = taken_lock()
         with self._lock:
             if self._is_closing:

@@ -249,6 +249,6 @@ def test_a_layout_too_large_to_write_down_is_refused_before_a_store_is_made(tmp_
         LayerGroup(name=f"group-{n:04}", layers=(n,), values=64, entry_format="u8")
         for n in range(200)
     )
-    with pytest.raises(ConfigError, match="to write down, expected at most 16384"):
+    with pytest.raises(ConfigError, match="bytes of JSON, expected at most 16384"):
         open_cache(tmp_path / "s", Layout(model="large", groups=groups), ssd_bytes="64MiB")
     assert not (tmp_path / "s" / "VERSION").exists()

@@ -414,7 +414,7 @@ def test_a_copy_that_fails_or_is_wrong_leaves_the_store_as_it_was(
             return real(folder, *args, **options)
 
         monkeypatch.setattr(ssd_module, "try_open", spoiled)
-    with pytest.raises(StoreError, match=r"stays as it was"):
+    with pytest.raises(StoreError, match=r"the store was not changed"):
         upkeep.compact(path)
     monkeypatch.undo()
     assert (path / "data.mdb").stat().st_size == size

@@ -189,7 +189,7 @@ def test_an_absent_device_is_named(tmp_path: Path) -> None:
         with (
             cache.lookup(tokens) as match,
             pytest.raises(
-                ConfigError, match="device 'cuda:97' cannot hold .* choose another device"
+                ConfigError, match="device 'cuda:97' cannot allocate .* choose another device"
             ),
         ):
             cache.load(match)

@@ -532,7 +532,7 @@ def test_an_event_that_never_happens_costs_the_save(
         assert (job.stored.end, job.stored.dropped) == (0, 3)
         assert cache.stats()["counters"]["dropped_blocks"] == {"not_written": 3, "total": 3}
         pages = open_pages(cache, 3)
-        with pytest.raises(StoreError, match="did not happen in time; nothing was published"):
+        with pytest.raises(StoreError, match="did not occur in time; nothing was published"):
             cache.publish(tokens, pages, after=threading.Event())
 
 
@@ -740,11 +740,11 @@ BAD_PAGES: list[tuple[Callable[[Engine], Pages], str]] = [
             {**e.pages.tensors, "k": [*e.pages.tensors["k"][:2], e.pages.tensors["k"][2][:, :2]]},
             e.ids,
         ),
-        "group 'k': layers are paged differently",
+        "group 'k': layers have pages of different shapes",
     ),
-    (lambda e: Pages(e.pages.tensors, e.ids[:2]), "2 pages hold 8 entries, expected at least 16"),
-    (lambda e: Pages(e.pages.tensors, [0, 1, 64, 2]), r"page 64 named, expected one of \[0, 64\)"),
-    (lambda e: Pages(e.pages.tensors, [0, 1, 2, -1]), r"page -1 named, expected one of \[0, 64\)"),
+    (lambda e: Pages(e.pages.tensors, e.ids[:2]), "2 pages have 8 entries, expected at least 16"),
+    (lambda e: Pages(e.pages.tensors, [0, 1, 64, 2]), r"found page 64, expected one of \[0, 64\)"),
+    (lambda e: Pages(e.pages.tensors, [0, 1, 2, -1]), r"found page -1, expected one of \[0, 64\)"),
     (lambda e: Pages(e.pages.tensors, {"k": e.ids}), r"no group 'v', found \['k'\]"),
     (lambda e: Pages(e.pages.tensors, [0.5, 1, 2, 3]), "must be a list of integers, found float32"),
     (lambda e: Pages(e.pages.tensors, [[0, 1, 2, 3]]), r"list of integers, found int64 \[1, 4\]"),
@@ -927,7 +927,7 @@ def test_the_second_publisher_keeps_its_pages_to_itself(tmp_path: Path) -> None:
 def test_device_pages_are_never_taken_from_their_users(tmp_path: Path) -> None:
     with open_cache(tmp_path / "s", device_bytes=device_bytes(4)) as cache:
         own = cache.device.allocate(3)
-        with pytest.raises(CapacityError, match="2 device pages asked for, 1 of 4 are free"):
+        with pytest.raises(CapacityError, match="2 device pages were requested, 1 of 4 are free"):
             cache.device.allocate(2)
         assert cache.device.free_pages == 1
         own.release()
@@ -945,7 +945,7 @@ def test_a_published_page_cannot_become_another_block(tmp_path: Path) -> None:
         own = cache.device.allocate(2)
         write_pages(own, DENSE, tokens_of(2 * BLOCK))
         cache.publish(tokens_of(2 * BLOCK), own)
-        with pytest.raises(ValueError, match="some of these pages are published already"):
+        with pytest.raises(ValueError, match="some of these pages are already published"):
             cache.publish(tokens_of(2 * BLOCK, 9), own)
         with pytest.raises(ValueError, match="pages hold 16 tokens, expected 24"):
             cache.publish(tokens_of(3 * BLOCK, 9), own)

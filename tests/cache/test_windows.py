@@ -266,7 +266,7 @@ def test_more_rows_are_kept_when_asked_for(tmp_path: Path) -> None:
     [
         (snapshot_of(10 * BLOCK + 1), r"block boundary \(a multiple of 8\), found 81"),
         (snapshot_of(10 * BLOCK, rows=W - 2), "start must be at most 65 .*found 66"),
-        (WindowSnapshot(64, 80, {}), r"holds groups \[\], expected the WINDOW groups \['window'\]"),
+        (WindowSnapshot(64, 80, {}), r"has groups \[\], expected the WINDOW groups \['window'\]"),
         (
             WindowSnapshot(64, 80, rows_of(64, 79)),
             r"expected uint8 \[3, 16, 16\], found uint8 \[3, 15",

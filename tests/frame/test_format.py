@@ -427,7 +427,7 @@ def test_a_target_has_room_for_whole_blocks_only() -> None:
     target = frames.entries_target(entries)
     assert target.blocks == 2
     for block in (-1, 2):
-        with pytest.raises(ValueError, match=f"room for 2 blocks, found number {block}"):
+        with pytest.raises(ValueError, match=rf"in \[0, 2\), found number {block}"):
             frames.scatter(memoryview(frame), target, block)
 
 

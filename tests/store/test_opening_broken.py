@@ -858,7 +858,7 @@ def test_a_damaged_generation_is_an_error_and_leaves_nothing_open(
 ) -> None:
     path = tmp_path / "s"
     with open_cache(path) as cache:
-        name = f"generation:{cache._chains.line}".encode()
+        name = f"generation:{cache._chains.lineage}".encode()
     edit(path, b"sys", lambda txn, _db: txn.put(name, value or b"\0"))
     for _ in range(2):
         with pytest.raises(StoreError, match="generation"):

@@ -319,12 +319,12 @@ def pipe(path: Path) -> None:
 
 
 FAULTS: list[tuple[Callable[[Path], None], type[Exception], str]] = [
-    (lose, StoreError, "is missing.*put back the one"),
-    (shorten, StoreError, "has 31 bytes, expected 32: put back"),
-    (empty, StoreError, "has 0 bytes, expected 32: put back"),
-    (lengthen, StoreError, "has 33 bytes, expected 32: put back"),
-    (replace, StoreError, "is another secret.*put back the one"),
-    (expose, ConfigError, "is open to others .mode 0640.; run chmod 600"),
+    (lose, StoreError, "is missing.*restore the secret"),
+    (shorten, StoreError, "has 31 bytes, expected 32: restore"),
+    (empty, StoreError, "has 0 bytes, expected 32: restore"),
+    (lengthen, StoreError, "has 33 bytes, expected 32: restore"),
+    (replace, StoreError, "is another secret.*restore the secret"),
+    (expose, ConfigError, "is accessible to others .mode 0640.; run chmod 600"),
     (link, ConfigError, "is a symbolic link"),
     (link_to_nothing, ConfigError, "is a symbolic link"),
     (fold, ConfigError, "is no plain file"),
@@ -420,7 +420,7 @@ def test_a_disk_too_full_for_the_secret_is_no_store(
 
     with monkeypatch.context() as short:
         short.setattr(secret_module, "write_file", full)
-        with pytest.raises(StoreError, match="cannot be made: No space left on device"):
+        with pytest.raises(StoreError, match="cannot be created: No space left on device"):
             open_secret(tmp_path / "s")
     fill(tmp_path / "s")
 

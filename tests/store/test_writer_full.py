@@ -158,7 +158,7 @@ def test_more_than_is_free_is_refused_with_both_sizes_and_nothing_taken(small_di
         StoreError, match=r"8388608 bytes of ssd_bytes, 8388608 bytes more"
     ) as error:
         open_cache(small_disk / "s", ssd_bytes="8MiB", preallocate=True)
-    found = re.search(r"found (\d+) free; nothing was taken", str(error.value))
+    found = re.search(r"found (\d+) free; nothing was allocated", str(error.value))
     assert found is not None
     assert 1 << 20 < int(found[1]) <= 2 << 20
     assert taken(small_disk / "s") <= 4096  # the lock file
@@ -192,7 +192,9 @@ def test_an_allocation_that_fails_half_way_is_undone(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", half)
-        with pytest.raises(StoreError, match=f"refused: {os.strerror(code)}; nothing was taken"):
+        with pytest.raises(
+            StoreError, match=f"refused: {os.strerror(code)}; nothing was allocated"
+        ):
             open_cache(path, ssd_bytes="8MiB", preallocate=True)
     assert taken(path) <= before + (128 << 10)  # some pages of trees, of the 8 MiB
     with open_cache(path) as cache:
@@ -215,7 +217,7 @@ def test_a_system_that_takes_no_space_ahead_is_a_warning(
     monkeypatch.setattr(os, "posix_fallocate", unknown)
     with open_cache(tmp_path / "s", preallocate=True) as cache:
         assert keep(cache, 0) == PROMPT
-    assert sum("cannot be given its space now" in line for line in caplog.messages) == 1
+    assert sum("cannot be allocated now" in line for line in caplog.messages) == 1
 
 
 def test_a_reader_takes_no_space(tmp_path: Path) -> None:

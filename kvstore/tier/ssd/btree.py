@@ -1,13 +1,13 @@
-"""A check of the B+ trees of an LMDB file without LMDB, and a fast walk over a leaf's rows.
+"""Verification of the B+ trees of an LMDB file without LMDB, and a fast iteration over the rows of a leaf.
 
-LMDB trusts its own pages. One changed bit in a tree, a free list or a meta page can end the process
-by an assertion, or make a file that no opening accepts, so the owner checks the file first. Checked
-are both meta pages, the form of every tree page, the order of keys, the counters of every database,
-and that each page belongs to exactly one tree, value or free list. Values are not read: reads check
-them. After an unclean end the heads of values are checked too, which LMDB trusts when it frees them.
+LMDB trusts its own pages: one changed bit in a tree, a free list or a meta page can abort the process or make
+the file impossible to open, so the owner verifies the file first. Verified are both meta pages, the format of
+every tree page, the order of keys, the counters of every database, and that each page belongs to exactly one
+tree, value or free list. Values are not read: each read verifies its own. After an unclean shutdown the headers
+of values are verified too, because LMDB trusts them when it frees pages.
 
-Source of the layout: LMDB 0.9, data version 1, on 64 bits. Cost: one read of 4 KiB per tree page
-and one bit per page of the file, about 0.2 µs a block.
+Source of the layout: LMDB 0.9, data version 1, 64-bit. Cost: one read of 4 KiB per tree page and one bit per page
+of the file, about 0.2 µs a block.
 """
 
 from __future__ import annotations
@@ -31,29 +31,23 @@ PAGE_BYTES = 4096
 _META = struct.Struct("<QHHHH IIQQ 48s48s QQ")
 """Number, padding, flags, and two fields unused in a meta page; magic, version, address, map size;
 the records of the free lists and of the main database; last page, transaction."""
-_RECORD = struct.Struct("<IHHQQQQQ")
-"""A database: padding, flags, depth, branch, leaf and overflow pages, entries, root."""
+_RECORD = struct.Struct("<IHHQQQQQ")  # padding, flags, depth, page counts, entries, root
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGE = 8
-_INTEGER_KEYS = 8
-"""Flag of the database of free lists, keyed by transaction."""
+_INTEGER_KEYS = 8  # flag of the database of free lists, keyed by transaction
 _METAS = 2
-_NOWHERE = 2**64 - 1
-"""Root of an empty database."""
+_NOWHERE = 2**64 - 1  # root of an empty database
 _DEEPEST = 32
 _WINDOW = 16
-"""Pages of one read ahead, if two of them are needed: a disk reads 64 KiB in about the time of one more
-read (0.8 GB/s, 20,000 reads a second)."""
-_DATABASES = 64
-"""Most databases that are followed; a store has four."""
+"""Pages of one read ahead, if two of them are needed: reading 64 KiB costs about as much as one more read
+(0.8 GB/s, 20,000 reads a second)."""
+_DATABASES = 64  # most databases that are verified; a store has four
 
 _VALUE = np.dtype([("page", "<u8"), ("pages", "<u8")])
 _HEAD = np.dtype([("page", "<u8"), ("padding", "<u2"), ("flags", "<u2"), ("pages", "<u4")])
-"""Head of a value with pages of its own. Source: MDB_page, LMDB 0.9."""
-_OVERFLOW = 4
-"""Flag of the first page of such a value."""
-_HEAD_BATCH = 1024
-"""Heads read at a time."""
+"""Header of a value with pages of its own. Source: MDB_page, LMDB 0.9."""
+_OVERFLOW = 4  # flag of the first page of such a value
+_HEAD_BATCH = 1024  # headers read at a time
 
 _COMPLAINTS: Mapping[int, str] = {
     lib.KVSTORE_TREE_CUT: "page {page} is beyond the end of the file",
@@ -68,7 +62,7 @@ _COMPLAINTS: Mapping[int, str] = {
 
 
 class _BrokenError(Exception):
-    """The problem of a file, in words."""
+    """The damage found in a file."""
 
 
 def _demand(holds: object, complaint: str) -> None:
@@ -78,24 +72,17 @@ def _demand(holds: object, complaint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """The result of a check."""
+    """The result of a verification."""
 
-    problem: str
-    """The problem found, empty for none."""
-    values: NDArray[np.void]
-    """``page`` and ``pages`` of each value that has pages of its own."""
+    problem: str  # the problem found, empty for none
+    values: NDArray[np.void]  # ``page`` and ``pages`` of each value that has pages of its own
 
 
-NO_TREES = Trees("", np.empty(0, _VALUE))
-"""The result for a file that does not exist yet."""
+NO_TREES = Trees("", np.empty(0, _VALUE))  # the result for a file that does not exist yet
 
 
 def check(file: Path) -> Trees:
-    """Check the trees of ``file``, to which no process writes.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
+    """Verify the trees of ``file``, to which no process writes. Raises ``OSError`` if it cannot be read."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return Trees("", _check_file(fd))
@@ -106,12 +93,10 @@ def check(file: Path) -> Trees:
 
 
 def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None) -> str:
-    """Return the problem of the heads of ``values`` in ``file``, empty for none.
+    """Return the damage found in the headers of ``values`` in ``file``, empty for none.
 
-    Raises:
-        OSError: if the file cannot be read; ``TimeoutError`` if it takes longer than ``seconds``.
-
-    Cost: reads 16 bytes of each value, in the order of the file.
+    Raises ``OSError`` if the file cannot be read; ``TimeoutError`` after ``seconds``. Cost: reads
+    16 bytes of each value, in the order of the file.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     values = values[np.argsort(values["page"])]
@@ -138,10 +123,10 @@ def problem_of_heads(file: Path, values: NDArray[np.void], seconds: float | None
 
 
 def rows(cursor: Any, key_bytes: int, value_bytes: int) -> Iterator[bytes]:
-    """Yield concatenated keys and values of the given sizes, a leaf at a time; others are left out.
+    """Yield concatenated keys and values of the given sizes, one leaf at a time; rows of other sizes are skipped.
 
-    ``cursor`` is LMDB's, in a transaction that returns views: LMDB finds the leaves of its snapshot.
-    A leaf that cannot be parsed is read pair by pair through LMDB.
+    ``cursor`` is an LMDB cursor of a transaction that returns views; LMDB finds the leaves of its snapshot.
+    A leaf that cannot be parsed is read row by row through LMDB.
     """
     level: TreeLevel = ffi.new("struct kvstore_tree_level *")
     count = ffi.new("size_t *")
@@ -172,7 +157,7 @@ class _Meta(NamedTuple):
 
 
 def _check_file(fd: int) -> NDArray[np.void]:
-    """Check the trees of a file; return the pages of their values. Raises ``_BrokenError``."""
+    """Verify the trees of a file; return the pages of their values. Raises ``_BrokenError``."""
     free, main, last_page, transaction = max(
         (_meta(fd, number) for number in range(_METAS)), key=lambda meta: meta.transaction
     )
@@ -200,7 +185,7 @@ def _check_file(fd: int) -> NDArray[np.void]:
 
 
 def _check_tree(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.void]:
-    """Check one tree, depth by depth; return the pages of its values."""
+    """Verify one tree, level by level; return the pages of its values."""
     _demand(
         tree.depth <= _DEEPEST and (tree.depth == 0) == (tree.root == _NOWHERE),
         f"database {name} has depth {tree.depth}, and its root is page {tree.root}",
@@ -235,7 +220,7 @@ def _check_tree(walk: TreeWalk, tree: Tree, kind: int, name: str) -> NDArray[np.
 
 
 def _read_ahead(fd: int, pages: NDArray[np.uint64]) -> None:
-    """Read ahead the pages of the next depth, in the order of the file, near ones in one read."""
+    """Read ahead the pages of the next level in file order, neighbouring pages in one read."""
     pages = np.sort(pages)
     begins = np.flatnonzero(np.diff(pages // _WINDOW, prepend=_NOWHERE))
     firsts, lasts = pages[begins], pages[np.append(begins[1:], len(pages)) - 1]
@@ -266,7 +251,7 @@ def _meta(fd: int, number: int) -> _Meta:
 
 
 def _tree(record: bytes) -> Tree:
-    """Return the record of a database as a struct of the C kernels."""
+    """Return the record of a database as a C struct."""
     tree = ffi.new("struct kvstore_tree *")
     ffi.memmove(tree, record, _RECORD.size)
     found: Tree = tree[0]

@@ -1,4 +1,4 @@
-"""The LMDB database of a store: opening it, the checks before it is trusted, and its disk space."""
+"""The LMDB database of a store: opening, verification before use, and disk space."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEADS_SECONDS = 60.0
-"""Most time that an opening checks the values of a store that was not closed; then it continues, because
-every read checks its frames. docs/decisions/0020."""
+"""Most time for checking the values of a store that was not closed. The opening then continues, because every
+read verifies its frames. docs/decisions/0020."""
 _READERS = 512
 _NO_ALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
-"""Codes of a file system that cannot allocate ahead. Source: posix_fallocate(3)."""
+"""Error codes of file systems without preallocation. Source: posix_fallocate(3)."""
 
 
 def try_open(
@@ -40,12 +40,12 @@ def try_open(
     *,
     heads_seconds: float | None = HEADS_SECONDS,
 ) -> tuple[SsdTier | None, str]:
-    """Check and open the database as its owner. Return the tier, or None and the problem found."""
+    """Verify and open the database as its owner. Return the tier, or None and the damage found."""
     env: lmdb.Environment | None = None
     tier: SsdTier | None = None
     is_good = False
     try:
-        file = path / DATA_FILE  # checked before LMDB opens it, which may end the process
+        file = path / DATA_FILE  # verified before LMDB opens it, which can abort the process
         is_new = not file.exists() or not file.stat().st_size
         trees = btree.NO_TREES if is_new else btree.check(file)
         if trees.problem:
@@ -54,7 +54,7 @@ def try_open(
         problem = cut_off(path, env) or _problem_of_heads(path, env, trees, heads_seconds)
         if problem:
             return None, problem
-        sync_folder(path)  # no sync of a file makes its name durable
+        sync_folder(path)  # syncing a file does not make its name durable
         sync_folder(path.parent)
         tier = tier_class(path, options, env, lock)
         stored = tier.fact("format")
@@ -81,10 +81,10 @@ def try_open(
 
 
 def environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Environment:
-    """Open LMDB 0.9 with its defaults: it syncs each commit and uses no writemap. docs/decisions/0009."""
+    """Open LMDB 0.9 with its defaults: each commit is synced, and no writemap. docs/decisions/0009."""
     env = lmdb.open(
         str(path),
-        # A reader takes the size that the owner wrote into the file, so the two never differ.
+        # A reader uses the map size that the owner wrote into the file, so the two never differ.
         map_size=options.capacity_bytes // PAGE_BYTES * PAGE_BYTES if is_owner else 0,
         readonly=not is_owner,
         create=is_owner,
@@ -94,7 +94,7 @@ def environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Envi
         metasync=False,
         readahead=False,
         mode=0o600,
-        max_spare_txns=0,  # a kept transaction would lose its slot when a forked child reopens
+        max_spare_txns=0,  # a spare transaction would lose its slot when a forked child reopens
     )
     env.reader_check()  # frees the slots of killed readers, of ``_READERS`` in all
     return env
@@ -103,10 +103,9 @@ def environment(path: Path, options: SsdOptions, *, is_owner: bool) -> lmdb.Envi
 def _problem_of_heads(
     path: Path, env: lmdb.Environment, trees: btree.Trees, seconds: float | None
 ) -> str:
-    """Return the problem of the values of a store that was not closed, empty if there is none.
+    """Return the damage in the values of a store that was not closed, empty for none.
 
-    LMDB trusts the head of a value when it frees its pages. A store in which it met a corrupt head
-    is not marked clean.
+    LMDB trusts the header of a value when it frees its pages. A store with a corrupt header is never marked clean.
     """
     if not env.stat()["entries"] or _is_clean(env):
         return ""
@@ -119,7 +118,7 @@ def _problem_of_heads(
 
 
 def cut_off(path: Path, env: lmdb.Environment) -> str:
-    """Return the problem of a file whose end is missing: an access through the map there is SIGBUS."""
+    """Return the problem of a truncated file, empty for none: reading it through the map would raise SIGBUS."""
     needed = (int(env.info()["last_pgno"]) + 1) * PAGE_BYTES
     size = (path / DATA_FILE).stat().st_size  # after `needed`: an owner may extend it
     if size >= needed or not env.stat()["entries"]:
@@ -134,7 +133,7 @@ def _is_clean(env: lmdb.Environment) -> bool:
 
 
 def require_room(path: Path, options: SsdOptions) -> None:
-    """Raise ``StoreError`` if the disk has too little free space for ``preallocate``."""
+    """Raise ``StoreError`` if the disk has less free space than ``preallocate`` needs."""
     if not options.preallocate:
         return
     taken = 0
@@ -148,28 +147,28 @@ def require_room(path: Path, options: SsdOptions) -> None:
 
 def _too_large(path: Path, options: SsdOptions, found: str) -> str:
     return (
-        f"preallocate: {path / DATA_FILE} is to take the {options.capacity_bytes} bytes of "
-        f"ssd_bytes, {found}; nothing was taken: free as much, give less ssd_bytes, or open it without"
+        f"preallocate: {path / DATA_FILE} needs the {options.capacity_bytes} bytes of ssd_bytes, {found}; "
+        "nothing was allocated: free as much, use a smaller ssd_bytes, or open it without preallocate"
     )
 
 
 def _preallocate(path: Path, options: SsdOptions, used: int) -> None:
-    """Take the disk space of the cap now, all or none, so that a full disk shows at start-up.
+    """Allocate the disk space of the cap, all or nothing, so that a full disk is detected at start-up.
 
-    ``used`` bytes of the file hold pages. Skipped where the file system cannot allocate.
+    ``used`` bytes of the file are pages. Skipped if the file system cannot allocate ahead.
 
     Raises:
-        StoreError: if a quota or a limit prevents it that the free space does not show.
+        StoreError: if a quota or a limit that free space does not show prevents it.
         OSError: if the medium fails.
     """
     file = path / DATA_FILE
     try:
         allocate(file, used, max(1, options.capacity_bytes - used))
-        allocate(file, 0, options.capacity_bytes)  # the holes among the pages too
+        allocate(file, 0, options.capacity_bytes)  # the holes between pages too
     except OSError as error:
         os.truncate(file, used)
         if error.errno in _NO_ALLOCATION:
-            logger.warning("preallocate: %s cannot be given its space now: %s", file, error)
+            logger.warning("preallocate: space for %s cannot be allocated now: %s", file, error)
         elif error.errno in NO_ROOM:
             raise StoreError(
                 _too_large(path, options, f"which the system refused: {error.strerror}")
@@ -179,12 +178,8 @@ def _preallocate(path: Path, options: SsdOptions, used: int) -> None:
 
 
 def allocate(file: Path, first: int, size: int) -> None:
-    """Take disk space for bytes ``[first, first + size)`` of a file, without a change of content.
-
-    Raises:
-        OSError: if not all of it is given; a part may be taken then.
-    """
-    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # not checked below the file's length
+    """Allocate bytes ``[first, first + size)`` of a file on disk, or raise ``OSError`` (with a part allocated)."""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # not enforced below the file's length
     if most != resource.RLIM_INFINITY and first + size > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

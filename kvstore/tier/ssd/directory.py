@@ -1,7 +1,4 @@
-"""The directory of a store: its permissions, and whether it is a store at all.
-
-Its locks are in ``owner_lock``, its format in ``version_file``. No module of these opens the database.
-"""
+"""The directory of a store: its permissions, and the test of whether it is a store. The database is not opened."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ def prepare(path: Path) -> None:
     """Make ``path`` a private directory that is a store or may become one.
 
     Raises:
-        ConfigError: if it is a file, belongs to another user, is writable by others, is on a network
-            file system or FUSE, or one of its files is a link.
-        StoreError: if it holds something that is not a store. Nothing is changed then.
+        ConfigError: if it is a file, belongs to another user, is writable by others, is on a network file system
+            or FUSE, or one of its files is a link.
+        StoreError: if it has files but is not a store. Nothing is changed then.
     """
     if path.exists() and not path.is_dir():
         msg = f"{path} is a file, expected a directory for the store; choose another path"
@@ -42,36 +39,34 @@ def prepare(path: Path) -> None:
         raise ConfigError(msg) from error
     owner = path.stat().st_uid
     if owner != os.geteuid():
-        msg = (
+        raise ConfigError(
             f"{path} belongs to user id {owner}, expected {os.geteuid()}, the user of this process; "
             f"run chown -R {os.geteuid()} on it, or use a directory of your own, in it if you may write there"
         )
-        raise ConfigError(msg)
     refuse_links(path)
     require_store_or_empty(path)
     tighten(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        msg = (
+        raise ConfigError(
             f"{path} is writable by others (mode {mode:04o}), expected a directory of the store's own; "
             "run chmod 700 on it, or use another path"
         )
-        raise ConfigError(msg)
     _refuse_foreign_files(path)
 
 
 def tighten(path: Path) -> None:
-    """Make a store of this user private again, for example after Kubernetes gave it to a group.
+    """Make a store of this user private again, for example after Kubernetes gave a group access to it.
 
-    ``fsGroup`` lets a group read and write everything in a volume, with each mount again. A directory
-    that everybody may write to stays as it is unless it is a store: it may be anyone's.
+    ``fsGroup`` makes everything in a volume readable and writable for a group, at each mount. A directory that is
+    writable for all users is changed only if it is a store: otherwise it may belong to others.
     """
     with suppress(FileNotFoundError):
         facts = path.stat()
         shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        is_ours = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
-        is_known = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
-        if not (shared and is_ours and is_known):
+        is_own = facts.st_uid == os.geteuid() and not facts.st_mode & stat.S_ISVTX
+        may_change = not facts.st_mode & stat.S_IWOTH or (path / VERSION_FILE).exists()
+        if not (shared and is_own and may_change):
             return
         path.chmod(stat.S_IMODE(facts.st_mode) & ~0o077)
         for name in FILES:
@@ -84,39 +79,37 @@ def tighten(path: Path) -> None:
 
 
 def _refuse_foreign_files(path: Path) -> None:
-    """Raise ``ConfigError`` if a file of the store belongs to another user, who may change it."""
+    """Raise ``ConfigError`` if a file of the store belongs to another user, who could change it."""
     for name in FILES:
         with suppress(FileNotFoundError):
             owner = (path / name).lstat().st_uid
             if owner != os.geteuid():
-                msg = (
+                raise ConfigError(
                     f"{path / name} belongs to user id {owner}, expected {os.geteuid()}, the owner of the "
                     f"directory; run chown {os.geteuid()} on it if you know its origin, or use another path"
                 )
-                raise ConfigError(msg)
 
 
 def refuse_links(path: Path) -> None:
-    """Raise ``ConfigError`` if a file of a store is a link or no plain file."""
+    """Raise ``ConfigError`` if a file of a store is not a regular file."""
     for name in FILES:
         with suppress(FileNotFoundError):
             mode = (path / name).lstat().st_mode
             if not stat.S_ISREG(mode):
                 what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
-                msg = (
+                raise ConfigError(
                     f"{path / name} is {what}, expected a file of the store's own; link the directory "
                     "instead, or choose another path"
                 )
-                raise ConfigError(msg)
 
 
 def require_store_or_empty(path: Path) -> None:
-    """Raise ``StoreError`` if ``path`` holds files but is no store."""
+    """Raise ``StoreError`` if ``path`` has files but is not a store."""
     if not (path / VERSION_FILE).exists():
         known = {files.LOCK_FILE, files.SECRET_FILE, *files.PARTIAL_FILES}
         names = (item.name for item in path.iterdir())
         strangers = sorted(n for n in names if n not in known and not is_set_aside(path, n))
-        # Checked again: another process may have become the owner and made the store meanwhile.
+        # Checked again: another process may have become the owner and created the store meanwhile.
         if strangers and not (path / VERSION_FILE).exists():
             msg = f"{path} is not a kvstore store: it has no {VERSION_FILE} file but holds {strangers[0]!r}; choose a new or empty directory"
             raise StoreError(msg)

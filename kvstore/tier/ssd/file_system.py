@@ -1,4 +1,4 @@
-"""The file system under a store: which types cannot hold one."""
+"""Detection of file systems that are unsuitable for a store."""
 
 from __future__ import annotations
 
@@ -17,27 +17,20 @@ _NETWORK_TYPES = frozenset(
         *("gpfs", "beegfs", "glusterfs", "orangefs", "virtiofs"),
     }
 )
-"""Types on which mapped files and robust mutexes of several hosts disagree. Source: LMDB's caveats."""
-_LAYERED_TYPES = frozenset({"overlay", "aufs"})
-"""Types on which the first write to a file of a lower layer makes another file. docs/decisions/0020."""
-_OCTAL = re.compile(r"\\([0-7]{3})")
-"""The kernel's escape of blanks, tabs, newlines and backslashes. Source: proc(5), mangle_path."""
+"""Types whose mapped files and robust mutexes are not coherent between hosts. Source: LMDB's caveats."""
+_LAYERED_TYPES = frozenset({"overlay", "aufs"})  # first writes copy files: docs/decisions/0020
+_OCTAL = re.compile(r"\\([0-7]{3})")  # the kernel's escape of white space. Source: proc(5).
 
 
 def check_file_system(path: Path) -> None:
-    """Check the type of the file system for an owner; warn about a layered one.
-
-    Raises:
-        ConfigError: for a network file system or FUSE, where locks and maps do not hold.
-    """
+    """Warn about a layered file system; raise ``ConfigError`` for a network one or FUSE (unreliable locks)."""
     kind = type_of(path)
     if kind in _NETWORK_TYPES or kind.startswith("fuse"):
         what = "FUSE" if kind.startswith("fuse") else "a network file system"
-        msg = (
+        raise ConfigError(
             f"{path} is on {what} ({kind}), expected a local disk, as a store is mapped and locked; "
             "choose another path, or open it with role='reader' if no process writes to it"
         )
-        raise ConfigError(msg)
     if kind in _LAYERED_TYPES:
         logger.warning(
             "%s is on %s, a container's own layer: it is removed with the container, and a reader that "

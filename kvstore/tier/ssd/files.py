@@ -1,4 +1,4 @@
-"""The files of a store directory: their names, durable writes, and the exchange of the data file."""
+"""The files of a store directory: names, durable writes, and replacement of the data file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ LOCK_FILE = "owner.lock"
 MAP_LOCK_FILE = "lock.mdb"
 VERSION_FILE = "VERSION"
 SECRET_FILE = "secret"  # noqa: S105 - the name of a file
-_PARTIAL = ".partial"
-"""Suffix of a file while it is written. A process killed during the write leaves it behind."""
+_PARTIAL = ".partial"  # suffix of a file during its write; left behind by a killed process
 PARTIAL_FILES = (VERSION_FILE + _PARTIAL, SECRET_FILE + _PARTIAL)
 FILES = (DATA_FILE, MAP_LOCK_FILE, LOCK_FILE, VERSION_FILE, SECRET_FILE)
-_COPY_FOLDER = "compacting"
-"""Folder of a compacted copy: inside the store, because a rename must stay in one file system."""
+_COPY_FOLDER = "compacting"  # inside the store, because a rename must stay on one file system
 LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Flags to open a file of unknown type: they neither wait for a pipe nor follow a link."""
+"""Flags to open a file of unknown type: they neither block on a pipe nor follow a link."""
 
 
 def write_file(path: Path, name: str, content: bytes) -> None:
-    """Write a small file of a store, durably and atomically. For the owner alone."""
+    """Write a small file of a store, durably and atomically. Owner only."""
     partial = path / (name + _PARTIAL)
     _remove(partial)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -38,7 +36,7 @@ def write_file(path: Path, name: str, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a directory, unless this user may not read it or its file system has no such sync."""
+    """Sync a directory, unless this user may not read it or its file system does not support it."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -53,7 +51,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder that belongs to the owner alone. Follows no link."""
+    """Remove a file or folder of the owner. Follows no link."""
     with suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path, ignore_errors=True)
@@ -62,7 +60,7 @@ def _remove(path: Path) -> None:
 
 
 def new_copy_folder(path: Path) -> Path:
-    """Return a new private folder in a store for a compacted copy of its data file."""
+    """Return a new private folder in a store, for a compacted copy of its data file."""
     sweep(path)
     folder = path / _COPY_FOLDER
     folder.mkdir(mode=0o700)
@@ -70,15 +68,12 @@ def new_copy_folder(path: Path) -> Path:
 
 
 def sweep(path: Path) -> None:
-    """Remove the compacted copy of a process that was killed while it compacted. For the owner."""
+    """Remove the unfinished copy of a process that was killed during a compaction. Owner only."""
     _remove(path / _COPY_FOLDER)
 
 
 def exchange(path: Path, folder: Path) -> None:
-    """Replace the data file atomically by the one in ``folder``.
-
-    LMDB gives a copy the permissions of the user's umask, so they are set here.
-    """
+    """Replace the data file atomically by the one in ``folder``, with private permissions: LMDB uses the umask."""
     (folder / DATA_FILE).chmod(0o600)
     (folder / DATA_FILE).replace(path / DATA_FILE)
     sync_folder(path)

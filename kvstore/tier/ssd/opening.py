@@ -24,30 +24,29 @@ from kvstore.tier.ssd.version_file import claim_format
 logger = logging.getLogger(__name__)
 
 BIRTH_SECONDS = 5.0
-"""Time that ``role="auto"`` waits for a store that another process is making."""
+"""Time that ``role="auto"`` waits for a store that another process is creating."""
 
 
 def open_ssd(
     path: Path, options: SsdOptions, tier_class: type[SsdTier] = SsdTier
 ) -> tuple[SsdTier, Path | None]:
-    """Open the store at ``path``, creating it if need be.
+    """Open the store at ``path``; create it if it does not exist.
 
-    Returns the tier, and the path to which a broken store was set aside, None if there was none.
+    Returns the tier, and the path to which a broken store was moved, None if there was none.
 
     Raises:
         ConfigError: for a path or a cap that cannot work.
-        LayoutMismatch: if the store has another layout; it is left untouched.
+        LayoutMismatch: if the store has another layout; the store is not changed.
         StoreBusy: if ``role="owner"`` and another process owns it.
         StoreError: if ``path`` is not a store, or a reader finds it broken.
     """
     least = minimum_capacity(options.frame_bytes)
     if options.capacity_bytes < least:
-        msg = (
+        raise ConfigError(
             f"ssd_bytes is {options.capacity_bytes}, expected at least {least}: room for "
             f"{MINIMUM_BLOCKS} blocks of {pages_of(options.frame_bytes) * PAGE_BYTES} bytes and "
             "the largest commits"
         )
-        raise ConfigError(msg)
     try:
         return _open(path, options, tier_class)
     except lmdb.LockError as error:
@@ -58,21 +57,21 @@ def open_ssd(
 
 
 def _same_number(path: Path) -> StoreBusy:
-    """Return the error for the one lock that LMDB tries at an opening and that can be held.
+    """Return the error for a process number that two reading processes share.
 
-    Each process that reads locks the byte of its process number in the lock file. Source:
-    ``mdb_reader_pid`` of LMDB 0.9.
+    It is the only LMDB lock that can be held at an opening: each reader locks the byte of its process number in the
+    lock file. Source: ``mdb_reader_pid`` of LMDB 0.9.
     """
     return StoreBusy(
-        f"{path} is read by another process with the number {os.getpid()}, as this one has, which happens "
-        "in containers; LMDB tells processes by their numbers: let the containers share their process "
-        "numbers (Kubernetes: shareProcessNamespace, Docker: --pid), start this process again under "
-        "another number, or give each container a store of its own"
+        f"{path} is open in another reader with this process's number, {os.getpid()}, which happens in containers; "
+        "LMDB identifies processes by their numbers: let the containers share their process numbers (Kubernetes: "
+        "shareProcessNamespace, Docker: --pid), restart this process under another number, or give each "
+        "container its own store"
     )
 
 
 def _advice(error: Exception, options: SsdOptions) -> str:
-    """Return the remedy for an error that kept a store from being opened."""
+    """Return the remedy for an error that prevented a store from being opened."""
     if isinstance(error, PermissionError):
         return "give this user write permission there, which readers need too, or use another path"
     if "Cannot allocate memory" in str(error):
@@ -96,7 +95,7 @@ def _open(
                 raise busy(path)
             return _open_reader(path, options, tier_class), None
         except (StoreBusy, StoreError):
-            # Another process may be making the store, or setting it aside.
+            # Another process may be creating the store, or moving it.
             if options.role == "owner" or lock is not None or time.monotonic() > deadline:
                 raise
         time.sleep(0.02)

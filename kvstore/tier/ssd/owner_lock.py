@@ -1,4 +1,4 @@
-"""The locks of a store directory: the owner's, and the lock on the database file of LMDB."""
+"""The locks of a store directory: the owner lock, and the lock on LMDB's database file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from kvstore.errors import StoreBusy
 from kvstore.tier.ssd.files import LOCK_FILE, LOOK, MAP_LOCK_FILE
 
-_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01
-"""``owner_pid`` holds a shared lock for a moment, which is no owner."""
+_LOCK_ATTEMPTS, _LOCK_PAUSE_SECONDS = 3, 0.01  # ``owner_pid`` holds a shared lock briefly
 
 
 def try_lock(path: Path) -> int | None:
-    """Become the owner. Return a descriptor that holds the lock, None if another process does."""
+    """Become the owner. Return the descriptor that holds the lock, None if another process holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path / LOCK_FILE, flags, 0o600)
     try:
@@ -53,7 +52,7 @@ def owner_pid(path: Path) -> int | None:
 
 
 def busy(path: Path) -> StoreBusy:
-    """Return the error that names the owner."""
+    """Return the error with the process id of the owner."""
     pid = owner_pid(path) or "unknown"
     msg = f"{path} is owned by process {pid}; open it with role='reader' or stop that process"
     return StoreBusy(msg)
@@ -62,20 +61,16 @@ def busy(path: Path) -> StoreBusy:
 def open_map_lock(path: Path) -> int:
     """Return a descriptor of LMDB's lock file, for ``try_alone``.
 
-    Closing it drops every lock of this process on that file, those of LMDB too. Keep it open as long
-    as the database.
+    Closing it drops every lock of this process on that file, LMDB's included: keep it open as long as the database.
     """
     return os.open(path / MAP_LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def try_alone(path: Path, map_lock: int) -> None:
-    """Keep other processes from opening the database until ``let_in``.
+    """Prevent other processes from opening the database until ``let_in``.
 
-    A process that has the database open holds a shared lock on the first byte of its lock file, and
-    takes it before it reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9.
-
-    Raises:
-        StoreBusy: if another process has the database open.
+    Each process with an open database holds a shared lock on the first byte of the lock file, taken before it
+    reads. Source: ``mdb_env_setup_locks`` of LMDB 0.9. Raises ``StoreBusy`` if another process has the database open.
     """
     try:
         fcntl.lockf(map_lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
@@ -85,8 +80,5 @@ def try_alone(path: Path, map_lock: int) -> None:
 
 
 def let_in(map_lock: int, *, is_open: bool) -> None:
-    """Let other processes open the database again.
-
-    With ``is_open`` this process keeps the shared lock that LMDB holds while the database is open.
-    """
+    """Allow other processes to open the database again; ``is_open`` keeps this process's own shared lock."""
     fcntl.lockf(map_lock, fcntl.LOCK_SH if is_open else fcntl.LOCK_UN, 1, 0)

@@ -1,4 +1,4 @@
-"""Setting a broken store aside, as a directory ``<name>.bad-<time>``."""
+"""Quarantine of a broken store, as a directory ``<name>.bad-<time>``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SUFFIX = re.compile(r"\.bad-\d{8}T\d{6}")
 def set_aside(path: Path) -> Path:
     """Rename a broken store to ``<name>.bad-<time>``, remove older ones, and return the new path.
 
-    The secret of the store is in both directories: a broken database does not change it.
-    A directory that cannot be renamed, such as a mount point, moves its files to a subdirectory.
+    Both directories keep the secret: a broken database does not change it. If the directory cannot be renamed, such
+    as a mount point, its files are moved to a subdirectory.
     """
     for folder in (path.parent, path):
         with suppress(OSError):
@@ -46,6 +46,6 @@ def _copy_secret(source: Path, target: Path) -> None:
 
 
 def is_set_aside(path: Path, name: str) -> bool:
-    """Return whether ``name`` is that of a directory set aside for the store at ``path``."""
+    """Return whether ``name`` is a quarantine directory of the store at ``path``."""
     start, rest = name[: len(path.name)], name[len(path.name) :]
     return start == path.name and _SUFFIX.fullmatch(rest) is not None

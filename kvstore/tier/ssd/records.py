@@ -1,7 +1,4 @@
-"""Block records of the SSD tier: one record, and all records of a store as columns.
-
-Byte layout: docs/format.md, section 5.
-"""
+"""Block records of the SSD tier: single, and as columns. Byte layout: docs/format.md, section 5."""
 
 from __future__ import annotations
 
@@ -25,41 +22,33 @@ _ROW = np.dtype(
         *(("flags", "<u2"), ("error", "<f2"), ("head_sum", "<u8")),
     ]
 )
-"""A key and its record. The two words of a key compare in the order of keys."""
+"""A key and its record. Compared as two big-endian words, keys sort in their order."""
 assert _ROW.itemsize == KEY_BYTES + RECORD_BYTES
-_MOST_ERROR = 65504.0
-"""Largest float16."""
+_MOST_ERROR = 65504.0  # largest float16
 _PINNED, _PACKED, _COMPRESSED = 1, 2, 4
-_MOST_SEQUENCES = 2**63
-"""No store reaches this sequence: a larger one is damage, and is read as 0, the oldest."""
-PLAUSIBLE_SEQUENCE = 2**62
-"""A new sequence continues from one below this, so that one changed bit cannot exhaust the range."""
+_MOST_SEQUENCES = 2**63  # larger sequences are damage, read as 0, the oldest
+PLAUSIBLE_SEQUENCE = 2**62  # new ones continue below it: one changed bit cannot exhaust the range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The record of one block, known without reading its frame."""
+    """The record of one block, which is read without its frame."""
 
     parent: BlockKey
     number: int
     namespace_id: int
-    sequence: int
-    """Logical time of the last insert or use: the order of recency across restarts."""
-    page: int = 0
-    """Page of the payload in the file, a hint; 0 if unknown."""
-    expires: float = 0.0
-    """Wall-clock second, 0 for never."""
+    sequence: int  # tick of the last insert or use: the order of recency across restarts
+    page: int = 0  # page of the payload in the file, a hint; 0 if unknown
+    expires: float = 0.0  # wall-clock seconds, 0 for never
     frame_bytes: int = 0
     is_pinned: bool = False
     is_packed: bool = False
     is_compressed: bool = False
-    error: float = 0.0
-    """Relative error of quantization, as in the frame, rounded to float16."""
-    head_sum: int = 0
-    """Checksum of the frame's head, which contains the checksums of its parts."""
+    error: float = 0.0  # relative error of quantization, as in the frame, rounded to float16
+    head_sum: int = 0  # checksum of the frame's head, which contains the checksums of its parts
 
     def pack(self, page: int | None = None) -> bytes:
-        """Return the stored bytes of the record, with ``page`` in place of its own if given."""
+        """Return the stored bytes of the record, with its page replaced by ``page`` if given."""
         flags = _PINNED * self.is_pinned | _PACKED * self.is_packed
         flags |= _COMPRESSED * self.is_compressed
         return _RECORD.pack(
@@ -70,7 +59,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Record | None:
-        """Return the record of bytes that ``pack`` wrote, None for any other bytes."""
+        """Return the record that ``pack`` wrote as ``data``, None for any other bytes."""
         if len(data) != RECORD_BYTES:
             return None
         parent, number, namespace, sequence, page, *others = _RECORD.unpack(data)
@@ -92,10 +81,7 @@ class Record:
 
 
 def location_of(data: bytes | memoryview) -> tuple[int, int]:
-    """Return the page and the frame size of a stored record, zeros for no record.
-
-    Cost: a tenth of unpacking it.
-    """
+    """Return the page and the frame size of a stored record, zeros for no record; a tenth of unpacking it."""
     if len(data) != RECORD_BYTES:
         return 0, 0
     page, size = _LOCATION.unpack_from(data, _LOCATION_AT)
@@ -103,15 +89,12 @@ def location_of(data: bytes | memoryview) -> tuple[int, int]:
 
 
 class Records:
-    """All records of a store as columns, in the order of their keys.
-
-    Iterating yields pairs of a key and its record, made one by one.
-    """
+    """All records of a store as columns, in key order. Iteration creates pairs of a key and its record one by one."""
 
     __slots__ = ("_rows",)
 
     def __init__(self, rows: bytes) -> None:
-        """``rows`` are concatenated pairs of a key and a record, in the order of their keys."""
+        """``rows`` are concatenated pairs of a key and a record, in key order."""
         self._rows = np.frombuffer(rows, _ROW)
 
     def __len__(self) -> int:
@@ -121,7 +104,7 @@ class Records:
         for row in self._rows:
             data = row.tobytes()
             record = Record.unpack(data[KEY_BYTES:])
-            assert record is not None, "the size is right"
+            assert record is not None, "the size matches"
             yield BlockKey(data[:KEY_BYTES]), record
 
     @property
@@ -131,22 +114,22 @@ class Records:
 
     @property
     def number(self) -> NDArray[np.int64]:
-        """Numbers of the blocks in their chains."""
+        """Block numbers."""
         return self._rows["number"].astype(np.int64)
 
     @property
     def namespace_id(self) -> NDArray[np.uint32]:
-        """Numbers of the blocks' namespaces."""
+        """Namespace numbers."""
         return np.ascontiguousarray(self._rows["namespace_id"])
 
     @property
     def frame_bytes(self) -> NDArray[np.int64]:
-        """Sizes of their frames."""
+        """Frame sizes in bytes."""
         return self._rows["frame_bytes"].astype(np.int64)
 
     @property
     def sequence(self) -> NDArray[np.uint64]:
-        """Their order of recency, below 2**63."""
+        """Recency, below 2**63."""
         sequence = self._rows["sequence"].astype(np.uint64)
         return np.where(sequence < np.uint64(_MOST_SEQUENCES), sequence, np.uint64(0))
 
@@ -158,20 +141,17 @@ class Records:
 
     @property
     def is_pinned(self) -> NDArray[np.bool_]:
-        """Whether each is pinned."""
+        """Persistent pins."""
         found: NDArray[np.bool_] = (self._rows["flags"] & _PINNED) != 0
         return found
 
     def parents(self) -> NDArray[np.int64]:
-        """Return the position of each block's parent among the records, -1 if it has none there.
-
-        Cost: about 0.3 µs a block.
-        """
+        """Return the position of each block's parent in the records, -1 for none. Cost: about 0.3 µs a block."""
         if not len(self):
             return np.empty(0, np.int64)
         high, low = self._rows["key"].T.astype(np.uint64)
         wanted_high, wanted_low = self._rows["parent"].T.astype(np.uint64)
-        order = np.argsort(wanted_high)  # consecutive searches read near addresses
+        order = np.argsort(wanted_high)  # consecutive searches access neighbouring addresses
         wanted_high, wanted_low = wanted_high[order], wanted_low[order]
         first = np.searchsorted(high, wanted_high, "left")
         last = np.searchsorted(high, wanted_high, "right")

@@ -1,16 +1,16 @@
-"""The SSD tier: frames in LMDB, one transaction for record, payload and age.
+"""The SSD tier: frames in LMDB, with record, payload and recency in one transaction.
 
-It knows keys, records and frames, but no index, no policy and no meaning of a namespace. Design and
-measurements: docs/decisions/0009. On-disk format: docs/format.md, section 5.
+It handles keys, records and frames, but no index, no policy and no namespaces. Design and measurements:
+docs/decisions/0009. On-disk format: docs/format.md, section 5.
 
-``SsdTier`` joins four jobs, each in a section of the class:
-    reading: look-ups of records, and reads of frames with ``pread`` at the page that the record names,
-        inside a short read transaction. Reading through LMDB's map would fault it in 4 KiB at a time.
-        A frame that fails the caller's check is read again through LMDB before it counts as bad.
+``SsdTier`` has four parts, one section of the class each:
+    reading: look-ups of records, and reads of frames with ``pread`` at the page named by the record, inside a
+        short read transaction. Reads through LMDB's map would fault it in 4 KiB at a time. A frame that fails the
+        caller's check is read again through LMDB before it counts as bad.
     writing: durable transactions, recovery after a failed sync, and the space that a write needs.
-    compaction: a checked copy of the data file, exchanged for it.
-    life: the gate that keeps calls out of a closed map, forks and closing.
-Capacity is in ``capacity``, opening and checks are in ``opening`` and ``database``.
+    compaction: a verified copy of the data file, which replaces it.
+    life cycle: the locks that keep calls out of a closed map, forks and closing.
+Capacity is in ``capacity``, opening and verification are in ``opening`` and ``database``.
 """
 
 from __future__ import annotations
@@ -50,84 +50,64 @@ from kvstore.tier.ssd.faults import (
 from kvstore.tier.ssd.records import RECORD_BYTES, Record, Records, location_of
 from kvstore.tier.ssd.values import BUSY, Put, ReadResult, SsdOptions, TakeMany
 
-READ_BATCH = 32
-"""Blocks per read transaction, so that none pins freed pages for long. docs/decisions/0009."""
-FORK_SECONDS = 5.0
-"""Most time that a fork waits for a call to end. A disk that takes longer counts as failed."""
-CLOSE_SECONDS = 60.0
-"""Most time that a close waits for calls in progress, such as a copy."""
-COPY_SECONDS = 60.0
-"""Most time that a compaction waits for calls inside the old file to end."""
+READ_BATCH = 32  # blocks; a longer transaction would keep freed pages. docs/decisions/0009.
+FORK_SECONDS = 5.0  # most wait of a fork for a call in progress; a slower disk counts as failed
+CLOSE_SECONDS = 60.0  # most time that a close waits for calls in progress, such as a copy
+COPY_SECONDS = 60.0  # most time that a compaction waits for calls that use the old file
 READERS_SECONDS = 60.0
-"""Interval at which a write clears the slots of killed readers: there are 512 in all, and such a slot
-keeps every page freed since its reader began."""
-_HINT_BATCH = 1024
-"""Records rewritten per transaction in a compacted copy: with keys in order, some 30 leaves."""
+"""Interval at which writes clear the slots of killed readers: there are 512 slots, and each keeps every page freed
+since its reader began from reuse."""
+_HINT_BATCH = 1024  # records rewritten per transaction in a compacted copy: about 30 leaves
 _HINT_BYTES = 256
-"""Bytes that a record may add to a compacted copy: its share of a leaf (85 to 128 bytes), written twice.
-docs/decisions/0018."""
-_LAST_PAGE = 2**63 // PAGE_BYTES - 2**40
-"""File offsets are signed 64-bit integers; a larger page number is damage."""
+"""Bytes that a record may add to a compacted copy: its leaf share (85 to 128), twice. docs/decisions/0018."""
+_LAST_PAGE = 2**63 // PAGE_BYTES - 2**40  # offsets are signed 64-bit; larger pages are damage
 _WILL_NEED = getattr(os, "POSIX_FADV_WILLNEED", 3)
 _DATABASES = (b"sys", b"meta", b"pay", b"age")
 _SEQUENCE = struct.Struct(">Q")
 
 
 class SsdTier:
-    """The SSD tier of one directory: frames by key.
-
-    Threads: any number of readers, one writer at a time. A forked child must reopen.
-    """
+    """The SSD tier of one directory: frames by key. Threads: many readers, one writer. A forked child must reopen."""
 
     name = "ssd"
 
     def __init__(
         self, path: Path, options: SsdOptions, env: lmdb.Environment, lock_fd: int | None
     ) -> None:
-        """Use an open environment; for ``opening`` and ``database``."""
+        """Use an open environment. Called by ``opening`` and ``database``."""
         self.path = path
         self.options = options
         self.is_owner = lock_fd is not None
         self.capacity_bytes = options.capacity_bytes
         sizes = options.capacity_bytes, options.frame_bytes
         self.commit_blocks = capacity.commit_blocks(*sizes)
-        self._reach_bytes = capacity.spare_bytes(*sizes)
-        """Bytes that a commit adds to the file, at most."""
+        self._reach_bytes = capacity.spare_bytes(*sizes)  # most bytes added by a commit
         self.delete_blocks = capacity.delete_blocks(*sizes)
         self.queue_blocks = capacity.queue_blocks(*sizes)
         self.high_bytes, self.low_bytes = capacity.watermarks(options)
         self.usage: Counter[int] = Counter()
-        """Bytes that the frames of each namespace take: counted from the records by the owner, and
-        updated by each commit."""
-        self.emptied: set[int] = set()
-        """Namespaces whose last record was deleted; the caller clears the set."""
+        """Bytes of each namespace's frames: computed from the records by the owner, updated by each commit."""
+        self.emptied: set[int] = set()  # namespaces without records; cleared by the caller
         self._lock_fd = lock_fd
         self._map_lock: int | None = None
         self._open_gates()
         self._is_closed = False
-        self._writing = threading.RLock()
-        """Held through every write transaction and its recovery."""
-        self._is_suspect = False
-        """Whether a commit or a sync failed: the last committed state may not reach the disk."""
-        self._is_damaged = False
-        """Whether a write met a corrupt page: the next opening checks all of them."""
-        self._is_lost = False
-        """Whether recovery failed: another commit might overwrite the state on the disk."""
-        self._readers_checked = time.monotonic()
-        """Time at which the slots of killed readers were last cleared. An opening clears them."""
+        self._writing = threading.RLock()  # held through every write transaction and its recovery
+        self._is_suspect = False  # after a failed commit or sync: the state may not be on disk
+        self._is_damaged = False  # after a write found a corrupt page: verified when reopened
+        self._is_lost = False  # after a failed recovery: a commit might overwrite the state
+        self._readers_checked = time.monotonic()  # last clearing of killed readers' slots
         self._attach(env)
 
     def _open_gates(self) -> None:
-        self._scratch = threading.local()
-        """The gate and the frame buffer of each thread."""
+        self._scratch = threading.local()  # the gate and the frame buffer of each thread
         self._gates: weakref.WeakSet[Any] = weakref.WeakSet()
-        """A lock of each thread that ever called, held while its call uses the environment."""
+        """One lock per calling thread, held during each of its calls that use the environment."""
         self._gating = threading.Lock()
-        self._was_busy = False
-        """Whether a call used the environment when this process was forked."""
+        self._was_busy = False  # whether a call used the environment when this process was forked
 
     def _attach(self, env: lmdb.Environment) -> None:
-        """Use an open environment, and open its file."""
+        """Use an open environment, and open its data file."""
         self._env = env
         self._file = os.open(self.path / files.DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -142,12 +122,12 @@ class SsdTier:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that a block with the largest frame takes in the file."""
+        """Bytes that a block with the largest frame occupies in the file."""
         return pages_of(self.options.frame_bytes) * PAGE_BYTES
 
     @staticmethod
     def stored_bytes(frame: bytes | bytearray) -> int:
-        """Return the bytes that a frame takes in the file."""
+        """Return the bytes that a frame occupies in the file."""
         return pages_of(len(frame)) * PAGE_BYTES
 
     @property
@@ -161,7 +141,7 @@ class SsdTier:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes up to the highest page ever used, which is the size on disk."""
+        """Bytes up to the highest page ever used: the size on disk."""
         with self._using():
             return (int(self._inside.info()["last_pgno"]) + 1) * PAGE_BYTES
 
@@ -174,10 +154,7 @@ class SsdTier:
     # ---- reading -------------------------------------------------------------------------------
 
     def records(self) -> Records:
-        """Return all valid records of the last committed state. Reads no payload.
-
-        Cost: about 0.3 µs and 80 bytes a block.
-        """
+        """Return all valid records of the last committed state. Cost: 0.3 µs and 80 bytes a block."""
         with self._using(), self._begin(buffers=True) as txn:
             cursor: Any = txn.cursor(self._meta)
             return Records(b"".join(btree.rows(cursor, KEY_BYTES, RECORD_BYTES)))
@@ -202,10 +179,10 @@ class SsdTier:
         return None if data is None else Record.unpack(data)
 
     def leading_run(self, chain: bytes, now: float) -> int:
-        """Return how many leading keys of ``chain`` are present and not expired at ``now``.
+        """Return the number of leading keys of ``chain`` that are present and not expired at ``now``.
 
-        Every committed state contains the parent of each of its blocks, and a parent expires no
-        earlier than its children, so a binary search finds the end.
+        Every committed state contains each block's parent, and a parent expires no earlier than its children, so the
+        end is found by binary search.
         """
         low, high = 0, len(chain) // KEY_BYTES + 1
         with self._using(), self._begin() as txn:
@@ -221,7 +198,7 @@ class SsdTier:
         return low
 
     def known_run(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading ``keys`` have a record, whatever their parents are."""
+        """Return the number of leading ``keys`` with a record, regardless of their parents."""
         with self._using(), self._begin() as txn:
             for count, key in enumerate(keys):
                 if txn.get(key, db=self._meta) is None:
@@ -229,10 +206,7 @@ class SsdTier:
         return len(keys)
 
     def visit(self, keys: Sequence[BlockKey], take: Callable[[BlockKey, memoryview], None]) -> None:
-        """Call ``take`` with each frame of ``keys`` that is stored, unchecked; it must not keep it.
-
-        Only the pages of a frame that ``take`` accesses are read.
-        """
+        """Call ``take`` with a transient view of each stored frame of ``keys``, unchecked and read on access."""
         for first in range(0, len(keys), READ_BATCH):
             with self._using(), self._begin(buffers=True) as txn:
                 for key in keys[first : first + READ_BATCH]:
@@ -249,16 +223,16 @@ class SsdTier:
         bounds: tuple[int, int] | None = None,
         is_hinted: bool = False,
     ) -> ReadResult:
-        """Read frames in order until one is missing or bad.
+        """Read frames in order up to the first missing or bad one.
 
-        ``take(i, frame)`` receives a private copy of block i, which it must not keep, and returns
-        its fault, or None. A bad frame is read again through LMDB and passed to ``take`` again. No
-        exception of the medium is raised; the fault ``BUSY`` says nothing of the block.
+        ``take(i, frame)`` receives a private copy of block i, which it must not keep, and returns its fault, or None.
+        A bad frame is read again through LMDB and passed to ``take`` again. Errors of the medium are returned, not
+        raised; the fault ``BUSY`` does not concern the block.
 
-        ``take_many`` maps a frame size to a function that reads consecutive frames of that size.
-        Where it meets a bad frame, ``take`` finds the fault, or continues.
-        ``bounds`` are the bytes of a frame that are needed beside its head; None for all.
-        ``is_hinted`` says that ``will_need`` was called for all keys.
+        ``take_many`` maps a frame size to a function that reads consecutive frames of that size. At a bad frame
+        ``take`` determines the fault, or reading continues.
+        ``bounds`` is the range of a frame that is needed besides its head; None for all.
+        ``is_hinted`` states that ``will_need`` was called for all keys.
         """
         done = size = 0
         try:
@@ -274,13 +248,13 @@ class SsdTier:
         return ReadResult(done, None, size)
 
     def will_need(self, keys: Sequence[BlockKey], bounds: tuple[int, int] | None = None) -> None:
-        """Let the disk begin to read the frames of ``keys``. Errors of the medium are ignored."""
+        """Start reading the frames of ``keys`` into the page cache. Errors of the medium are ignored."""
         with suppress(*MEDIUM_ERRORS), self._using(), self._begin(buffers=True) as txn:
             for key in keys:
                 page, size = self._location(txn.get(key, db=self._meta))
                 offset = page * PAGE_BYTES + PAGE_HEADER_BYTES
                 start, stop = (0, size) if bounds is None else bounds
-                if page and start > PAGE_BYTES:  # else the same advice covers the head
+                if page and start > PAGE_BYTES:  # otherwise the second advice covers the head
                     os.posix_fadvise(self._file, offset, 1, _WILL_NEED)
                 if page:
                     os.posix_fadvise(self._file, offset + start, stop - start, _WILL_NEED)
@@ -325,13 +299,13 @@ class SsdTier:
 
     @staticmethod
     def _run(locations: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        """Return the offsets of the leading frames of one size, as far as they are known."""
+        """Return the offsets of the leading frames of one size whose pages are recorded."""
         size = locations[0][1]
         near = takewhile(lambda at: at[0] and at[1] == size, locations)
         return np.array([page for page, _ in near], np.int64) * PAGE_BYTES + PAGE_HEADER_BYTES
 
     def _location(self, data: bytes | memoryview | None) -> tuple[int, int]:
-        """Return the page and the frame size that a record names; page 0 for an impossible one."""
+        """Return the page and the frame size of a record; page 0 for an impossible location."""
         page, size = (0, 0) if data is None else location_of(data)
         return page if page < _LAST_PAGE and 0 < size <= self.options.frame_bytes else 0, size
 
@@ -363,11 +337,7 @@ class SsdTier:
         uses: Mapping[BlockKey, int] | None = None,
         facts: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write blocks, new sequences of used blocks, and facts, in one durable transaction.
-
-        Raises:
-            lmdb.Error, OSError: one of ``MEDIUM_ERRORS``; then nothing was written.
-        """
+        """Write blocks, new ticks of used blocks, and facts, all or none, durably. Raises one of ``MEDIUM_ERRORS``."""
         replaced: list[Record] = []
 
         def write(txn: Any) -> None:
@@ -421,10 +391,10 @@ class SsdTier:
         txn.put(key, new.pack(), db=self._meta)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Delete blocks, given deepest first, in small durable transactions.
+        """Delete blocks, deepest first, in small durable transactions.
 
-        After each, the store contains the parent of each block. A delete needs free pages itself;
-        for lack of space the transactions shrink to single blocks.
+        After each one the store contains every block's parent. Deletes need free pages too: if space is lacking,
+        transactions shrink to single blocks.
         """
         first, count = 0, self.delete_blocks
         while first < len(keys):
@@ -451,7 +421,7 @@ class SsdTier:
         self._uncount(gone)
 
     def _drop_age(self, txn: lmdb.Transaction, data: bytes | memoryview | None) -> list[Record]:
-        """Delete the row of ``age`` of a stored record; return the record if it is valid."""
+        """Delete the ``age`` row of a stored record; return the record if it is valid."""
         record = None if data is None else Record.unpack(data)
         if record is None:
             return []
@@ -461,8 +431,7 @@ class SsdTier:
     def lacks_room(self, error: BaseException, blocks: int) -> bool:
         """Return whether a write of ``blocks`` blocks failed for lack of space.
 
-        LMDB reports a short write as an input/output error, so the same space is requested from the
-        file system.
+        LMDB reports a short write as an input/output error, so the same space is requested from the file system.
         """
         code = code_of(error)
         if code in NO_ROOM or is_map_full(error):
@@ -471,12 +440,12 @@ class SsdTier:
         return code == errno.EIO and not self._can_grow(wanted)
 
     def _can_grow(self, wanted: int) -> bool:
-        """Return whether the file system can extend the file by ``wanted`` bytes; it stays extended.
+        """Return whether the file system can extend the file by ``wanted`` bytes; the file remains extended.
 
-        Only an allocation meets quotas. It ends at the cap, and does not change pages in use.
+        Only an allocation tests quotas. It stops at the cap and does not change pages in use.
         """
         try:
-            with self._writing:  # a file system without allocation extends by writing
+            with self._writing:  # without allocation, the file system extends the file by writing
                 first = self.file_bytes
                 wanted = min(wanted, self.capacity_bytes - first)
                 if wanted > 0:
@@ -488,7 +457,7 @@ class SsdTier:
         return True
 
     def may_recover(self, error: BaseException) -> bool:
-        """Return whether writing may be tried again after an error, without reopening the store."""
+        """Return whether writing may be retried after an error without reopening the store."""
         return not (self._is_lost or self._is_damaged or isinstance(error, DAMAGE))
 
     def sync(self) -> None:
@@ -503,10 +472,7 @@ class SsdTier:
                 raise
 
     def _change(self, write: Callable[[Any], None], *, buffers: bool = False) -> None:
-        """Call ``write`` in one durable transaction, which returns views with ``buffers``.
-
-        Not a context manager: one interrupted on entry would keep its transaction open.
-        """
+        """Call ``write`` in one durable transaction. A context manager interrupted on entry would leave it open."""
         with self._writing, self._using():
             self._heal()
             self._clear_readers()
@@ -516,7 +482,7 @@ class SsdTier:
                 with begin(write=True, buffers=buffers) as txn:
                     write(txn)
             except lmdb.MapFullError:  # before anything was written
-                self._inside.reader_check()  # a killed reader keeps pages freed since it began
+                self._inside.reader_check()  # a killed reader prevents reuse of pages freed since it began
                 raise
             except MEDIUM_ERRORS as error:
                 self._is_suspect = True
@@ -524,7 +490,7 @@ class SsdTier:
                 raise
 
     def _clear_readers(self) -> None:
-        """Clear the slots of killed readers once in ``READERS_SECONDS``."""
+        """Clear the slots of killed readers every ``READERS_SECONDS``."""
         now = time.monotonic()
         if now - self._readers_checked >= READERS_SECONDS:
             self._readers_checked = now
@@ -533,9 +499,9 @@ class SsdTier:
     def _reach(self) -> None:
         """Extend the file to the length that the next transaction may need.
 
-        Inside a transaction LMDB accepts any page number below the next new page. A changed bit could
-        name a page beyond the end of the file, whose read through the map is SIGBUS. In a file that
-        is long enough the page is a hole: LMDB finds it corrupt and returns an error.
+        Inside a transaction LMDB accepts any page number below the next new page. A page number beyond the end of the
+        file, made by a changed bit, would raise SIGBUS when read through the map. In a file of sufficient length the
+        page is a hole, which LMDB reports as corrupt.
         """
         wanted = min(self.file_bytes + self._reach_bytes, self.capacity_bytes)
         if self.disk_bytes < wanted:
@@ -545,17 +511,15 @@ class SsdTier:
     def _heal(self) -> None:
         """After a failed commit or sync, write the last committed state to the disk again.
 
-        A kernel may count pages as written that it failed to write. Pages not synced by then, the
-        last meta page among them, may never reach the disk, even if a later sync succeeds. One more
-        commit overwrites no page that the state on the disk needs, and its sync writes everything;
-        two commits without a sync between them could. docs/decisions/0017.
+        A kernel may mark pages as written that it failed to write. Pages not synced at that time, the last meta page
+        included, may never reach the disk, even if a later sync succeeds. One more commit overwrites no page that the
+        state on the disk needs, and its sync writes everything; two commits without a sync between them could
+        overwrite one. docs/decisions/0017.
         """
         if not self._is_suspect:
             return
         if self._is_lost:
-            raise OSError(
-                errno.EIO, "an earlier sync failed: nothing is written until it is reopened"
-            )
+            raise OSError(errno.EIO, "an earlier sync failed: reopen the store before writing")
         with self._inside.begin(write=True) as txn:
             txn.put(b"clean", b"0", db=self._sys)  # any change
         try:
@@ -568,7 +532,7 @@ class SsdTier:
     # ---- compacting (owner) --------------------------------------------------------------------
 
     def trim(self) -> None:
-        """Truncate space preallocated beyond the cap that was never used."""
+        """Truncate preallocated space beyond the cap that was never used."""
         if self.file_bytes <= self.capacity_bytes < self.disk_bytes:
             os.truncate(self.path / files.DATA_FILE, self.capacity_bytes)
 
@@ -578,10 +542,10 @@ class SsdTier:
         return os.fstat(self._file).st_size
 
     def compact(self) -> None:
-        """Give free pages back to the disk: replace the data file by a compacted copy.
+        """Return free pages to the disk: replace the data file by a compacted copy.
 
-        The copy is checked as at an opening, and its records name the pages of their payloads. A
-        kill at any time leaves the old file or the new one. No caller may write meanwhile.
+        The copy is verified as at an opening, and its records name the pages of their payloads. A kill at any time
+        leaves the old file or the new one. The caller must prevent writes meanwhile.
 
         Raises:
             StoreBusy: if another process has the store open.
@@ -593,7 +557,7 @@ class SsdTier:
         try:
             self._compact()
         except MEDIUM_ERRORS as error:
-            msg = f"{self.path} cannot be compacted: {error}; it stays as it was"
+            msg = f"{self.path} cannot be compacted: {error}; the store was not changed"
             raise StoreError(msg) from error
         finally:
             files.sweep(self.path)
@@ -606,20 +570,18 @@ class SsdTier:
         self.sync()
         live = self.live_bytes
         if live > self.high_bytes:
-            msg = (
+            raise StoreError(
                 f"{live} bytes are in use in {self.path}, more than the {self.high_bytes} that its cap "
                 f"of {self.capacity_bytes} allows for: evict or unpin, or give it more ssd_bytes"
             )
-            raise StoreError(msg)
         needed = live + self.block_count * _HINT_BYTES + capacity.OVERHEAD_PAGES * PAGE_BYTES
         facts = os.statvfs(self.path)
         free = facts.f_bavail * facts.f_frsize
         if free < needed:
-            msg = (
-                f"compacting {self.path} needs {needed} bytes free beside it for the copy, "
+            raise StoreError(
+                f"compacting {self.path} needs {needed} bytes free on the disk for the copy, "
                 f"found {free}: free that much, or evict first"
             )
-            raise StoreError(msg)
         folder = files.new_copy_folder(self.path)
         with self._using():
             state = self._inside.info()["last_txnid"]
@@ -633,25 +595,24 @@ class SsdTier:
         lock = owner_lock.try_lock(folder)
         assert lock is not None, "no other process uses the folder"
         options = replace(self.options, preallocate=False)
-        # It is not marked clean, so all its values are checked, without a time limit.
+        # The copy is not marked clean, so all its values are verified, without a time limit.
         copy, problem = try_open(folder, options, lock, type(self), heads_seconds=None)
         if copy is None:
             os.close(lock)
-            msg = f"the compacted copy of {self.path} is broken ({problem}); the store stays as it was"
+            msg = f"the compacted copy of {self.path} is broken ({problem}); the store was not changed"
             raise StoreError(msg)
         try:
             if copy.block_count != self.block_count:
-                msg = (
+                raise StoreError(
                     f"the compacted copy of {self.path} has {copy.block_count} blocks, expected "
-                    f"{self.block_count}; the store stays as it was"
+                    f"{self.block_count}; the store was not changed"
                 )
-                raise StoreError(msg)
             copy.find_hints()
         finally:
             copy.close()
 
     def find_hints(self) -> None:
-        """Write the current page of its payload into every record."""
+        """Write the current page of each payload into its record."""
         keys = [key for key, _ in self.records()]
         for first in range(0, len(keys), _HINT_BATCH):
             batch = keys[first : first + _HINT_BATCH]
@@ -667,16 +628,16 @@ class SsdTier:
 
             self._change(write, buffers=True)
             end = max(pages)
-            if end:  # a compacted file has payloads in the order of keys: read ahead
+            if end:  # payloads of a compacted file are in key order: read ahead
                 size = (len(batch) + 1) * self.block_bytes
                 os.posix_fadvise(self._file, end * PAGE_BYTES, size, _WILL_NEED)
 
     def _exchange(self, folder: Path, state: int) -> None:
-        """Replace the data file by the copy in ``folder``, made of transaction ``state``."""
+        """Replace the data file by the copy in ``folder``, copied at transaction ``state``."""
         assert self._map_lock is not None
         with self._writing, self._alone(COPY_SECONDS) as is_alone:
             if not is_alone or self._env.info()["last_txnid"] != state:
-                msg = f"{self.path} was in use while it was compacted; it stays as it was"
+                msg = f"{self.path} was used during its compaction; the store was not changed"
                 raise StoreError(msg)
             self._env.close()
             os.close(self._file)
@@ -731,12 +692,12 @@ class SsdTier:
 
         self._change(write)
 
-    # ---- life ----------------------------------------------------------------------------------
+    # ---- life cycle ----------------------------------------------------------------------------
 
     def _using(self) -> Any:
-        """Return the gate of this thread, held while it uses the environment: a closed map crashes.
+        """Return this thread's gate, a lock held during each use of the environment: a closed map crashes.
 
-        It is a lock itself, so that no interrupt can come between acquiring it and its block.
+        A bare lock, because an interrupt could fall between a context manager's acquire and its block.
         """
         gate = getattr(self._scratch, "gate", None)
         if gate is None:
@@ -756,12 +717,12 @@ class SsdTier:
 
     @contextmanager
     def _alone(self, seconds: float) -> Iterator[bool]:
-        """Keep calls out of the environment; yields whether all calls inside ended in time."""
+        """Keep calls out of the environment; yield whether all calls in progress ended in time."""
         deadline = time.monotonic() + seconds
         with self._gating, ExitStack() as held:
             is_alone = True
             for gate in list(self._gates):
-                # As a condition asks it. A thread inside would wait for itself.
+                # As ``Condition`` tests it. A thread inside would wait for itself.
                 is_mine = gate._is_owned()  # noqa: SLF001
                 if not is_mine and gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
                     held.callback(gate.release)
@@ -772,8 +733,8 @@ class SsdTier:
     def _begin(self, *, buffers: bool = False) -> Any:
         """Begin a read transaction, for a thread that holds its gate and has no transaction.
 
-        If all reader slots are taken, those of killed readers are cleared first. If the owner has a
-        larger cap by now, this process maps as much.
+        If all reader slots are in use, those of killed readers are cleared. If the owner has raised the cap, the map
+        of this process is enlarged.
         """
         begin: Any = self._inside.begin  # its overloads accept no variable for `buffers`
         try:
@@ -790,7 +751,7 @@ class SsdTier:
         return begin(buffers=buffers)
 
     def _follow_size(self) -> None:
-        """In a reader, map as much as the owner, once no call uses the environment."""
+        """In a reader, enlarge the map to the owner's, once no call uses the environment."""
         with self._alone(COPY_SECONDS) as is_alone:
             if is_alone and not self._is_closed:
                 self._env.set_mapsize(0)
@@ -801,7 +762,7 @@ class SsdTier:
             return
         with self._alone(CLOSE_SECONDS):
             self._is_closed = True
-        # Unless it is marked clean, the next opening checks the heads of all values too.
+        # Without the mark, the next opening verifies the headers of all values too.
         if self.is_owner and not (self._is_suspect or self._is_damaged):
             with suppress(lmdb.Error):
                 with self._env.begin(write=True) as txn:
@@ -815,22 +776,22 @@ class SsdTier:
         self._release()
 
     def before_fork(self) -> None:
-        """Keep calls out, because a child could not close an environment in use."""
+        """Keep calls out, because a child cannot close an environment in use."""
         self._forking = ExitStack()
         self._was_busy = not self._forking.enter_context(self._alone(FORK_SECONDS))
 
     def after_fork(self) -> None:
-        """In the parent, let calls in again."""
+        """In the parent, allow calls again."""
         self._forking.close()
 
     def abandon(self) -> None:
         """In a forked child, close the inherited descriptors, so that no lock outlives the parent.
 
-        The environment stays open until ``forget``: a close would clear the parent's reader slots,
-        in every child, even one that never uses the store.
+        The environment stays open until ``forget``: closing it would clear the parent's reader slots, in every
+        child, even one that never uses the store.
         """
         was_busy = self._was_busy
-        self._open_gates()  # a thread that the child does not have may hold the parent's
+        self._open_gates()  # a thread that does not exist in the child may hold the parent's gates
         self._was_busy = was_busy
         self._is_closed = True
         self._close_files()
@@ -838,13 +799,10 @@ class SsdTier:
     def forget(self) -> None:
         """In a forked child, close the inherited environment before the store is opened again.
 
-        Raises:
-            StoreError: if a call of the parent was in progress at the fork; a close would never end.
+        Raises ``StoreError`` if a call of the parent was in progress at the fork; a close would never return.
         """
         if self._was_busy:
-            msg = (
-                f"the store at {self.path} was busy when this process forked; open it in a new one"
-            )
+            msg = f"the store at {self.path} was busy when this process forked; open it in a new process"
             raise StoreError(msg)
         self._env.close()
 
@@ -873,16 +831,16 @@ class SsdTier:
 
 
 _PAGE_HEADER = struct.Struct("<QHHI")
-"""Number, unused, flags, and the count of overflow pages. Source: MDB_page, LMDB 0.9."""
+"""Number, unused, flags, and count of overflow pages. Source: MDB_page, LMDB 0.9."""
 _IS_OVERFLOW = 4
 assert _PAGE_HEADER.size == PAGE_HEADER_BYTES
 
 
 def _page_of(value: memoryview) -> int:
-    """Return the number of the page at which a value begins, 0 for a value inside a tree page.
+    """Return the number of the first page of a value, 0 for a value inside a tree page.
 
-    ``value`` is a view that a transaction returned. LMDB numbers a page when it is written to, and
-    puts the header right before the value, in its copy of the page as in the file.
+    ``value`` is a view returned by a transaction. LMDB numbers a page when it is written, and the header directly
+    precedes the value, in LMDB's copy of the page as in the file.
     """
     address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] - PAGE_HEADER_BYTES
     header = ctypes.string_at(address, PAGE_HEADER_BYTES)

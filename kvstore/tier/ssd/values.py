@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.records import Record
 
-BUSY = "busy"
-"""The fault of a read that met a transient error: it says nothing of the block."""
+BUSY = "busy"  # the fault of a read with a transient error; it does not concern the block
 
 TakeMany = Callable[[int, int, NDArray[np.int64]], int]
-"""``take_many(i, file, offsets)`` reads frames of one size itself, of the blocks from i on. It returns how
-many it read before a bad one."""
+"""``take_many(i, file, offsets)`` reads frames of one size, of blocks from i on; returns the number of good ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,11 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """The result of a read: ``count`` good blocks, then ``fault`` (None if all were good)."""
+    """The result of a read: the number of good blocks, then the fault (None if all were good)."""
 
     count: int
     fault: str | None
-    frame_bytes: int = 0
-    """Total size of the good blocks' frames."""
+    frame_bytes: int = 0  # total size of the good blocks' frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +41,8 @@ class SsdOptions:
     """Options of an opening: the cap of the file, its frames, and the role."""
 
     capacity_bytes: int
-    frame_bytes: int
-    """Size of the largest frame."""
-    format_text: str
-    """Format of the store as JSON, equal for every opening of one store."""
+    frame_bytes: int  # size of the largest frame
+    format_text: str  # format of the store as JSON, equal for every opening of one store
     role: Literal["auto", "owner", "reader"] = "auto"
     preallocate: bool = False
-    is_mixed: bool = False
-    """Whether frames differ in size."""
+    is_mixed: bool = False  # whether frames differ in size

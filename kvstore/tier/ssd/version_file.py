@@ -1,4 +1,4 @@
-"""The ``VERSION`` file of a store: the version of its format, and its layout as one line of JSON."""
+"""The ``VERSION`` file of a store: its format version, and its layout as one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from kvstore.frame.format import FORMAT_VERSION
 from kvstore.tier.ssd.directory import refuse_links
 from kvstore.tier.ssd.files import VERSION_FILE, write_file
 
-FORMAT_BYTES = 16 << 10
-"""Largest format text: 5,000 layers. The cost of laying out a frame is quadratic in layers."""
+FORMAT_BYTES = 16 << 10  # 5,000 layers; computing a frame's layout is quadratic in layers
 _FIRST_LINE = f"kvstore {FORMAT_VERSION}"
-_SHOWN = 200
-"""Characters shown of a format text that cannot be parsed."""
+_SHOWN = 200  # characters shown of a format text that cannot be parsed
 
 
 def read_format(path: Path) -> str:
     """Return the format text of a store, the second line of its ``VERSION`` file.
 
     Raises:
-        ConfigError: if a file of the store is no plain file.
+        ConfigError: if a file of the store is not a regular file.
         StoreError: if the file is damaged or of another version.
     """
-    refuse_links(path)  # reading a pipe would never end
+    refuse_links(path)  # reading a pipe would block
     most = len(_FIRST_LINE) + FORMAT_BYTES + len("\n\n")
     try:
         with (path / VERSION_FILE).open("rb") as file:
@@ -33,47 +31,44 @@ def read_format(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{path / VERSION_FILE} cannot be read: {error}") from error
     if len(text) > most:
-        msg = f"{path / VERSION_FILE} is damaged: it has more than {most} bytes, the most that a format takes"
+        msg = f"{path / VERSION_FILE} is damaged: it has more than {most} bytes, the most that a format has"
         raise StoreError(msg)
     if len(lines) != 2 or lines[0] != _FIRST_LINE:
         found = lines[0][:40] if lines else "an empty file"
-        msg = (
+        raise StoreError(
             f"{path} was written by another version: found {found!r}, expected {_FIRST_LINE!r}; "
             "use another path or remove the directory"
         )
-        raise StoreError(msg)
     return lines[1]
 
 
 def has_format(path: Path, format_text: str) -> bool:
-    """Return whether a store exists with ``format_text``; raise ``LayoutMismatch`` for another one."""
+    """Return whether a store exists with ``format_text``; raise ``LayoutMismatch`` for another format."""
     if not (path / VERSION_FILE).exists():
         return False
     found = read_format(path)
     if found != format_text:
-        msg = (
-            f"{path} holds blocks of another layout and was left untouched: "
+        raise LayoutMismatch(
+            f"{path} contains blocks of another layout and was left untouched: "
             f"{_difference(found, format_text)}. Use another path for this one."
         )
-        raise LayoutMismatch(msg)
     return True
 
 
 def claim_format(path: Path, format_text: str) -> None:
-    """Write the format of a new store; raise ``LayoutMismatch`` if a store exists with another one."""
+    """Write the format of a new store; raise ``LayoutMismatch`` if the store has another format."""
     if not has_format(path, format_text):
         if len(format_text.encode()) > FORMAT_BYTES:
-            msg = (
-                f"the layout takes {len(format_text.encode())} bytes to write down, expected at most "
+            raise ConfigError(
+                f"the layout is {len(format_text.encode())} bytes of JSON, expected at most "
                 f"{FORMAT_BYTES}: join groups, or give them shorter names"
             )
-            raise ConfigError(msg)
         # Before the database exists: a database without VERSION is not recognised as a store.
         write_file(path, VERSION_FILE, f"{_FIRST_LINE}\n{format_text}\n".encode())
 
 
 def _difference(found: str, expected: str) -> str:
-    """Describe how two format texts differ. The fingerprint follows from the rest and is left out."""
+    """Describe how two format texts differ, without the fingerprint, which follows from the rest."""
     try:
         a, b = json.loads(found), json.loads(expected)
         names = [name for name in {**a, **b} if name not in ("fingerprint", "groups")]

@@ -380,7 +380,7 @@ def test_a_process_of_the_same_number_in_another_container_is_told_so(
         assert one == "open\n"
         with container(tmp_path / "s", second) as other:
             assert other.startswith("StoreBusy ")
-            assert "another process with the number 1, as this one has" in other
+            assert "another reader with this process's number, 1" in other
             assert "shareProcessNamespace" in other
     with container(tmp_path / "s", second) as other:
         assert other == "open\n"
