@@ -198,10 +198,8 @@ def module_name(path: Path) -> str:
 
 
 def imports(nodes: Iterable[ast.AST], known: Container[str]) -> Iterator[str]:
-    """Yield the modules of this repository that run-time imports name, in functions too."""
+    """Yield the modules of this repository that imports name, in functions and for types too."""
     for node in nodes:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"

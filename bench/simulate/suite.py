@@ -34,7 +34,7 @@ from kvstore.output.sizes import Size, size_of
 from kvstore.policy.protocol import Policy
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.flat import flat_policy, simulate_flat
-from kvstore.simulate.recommendation import OPTIMAL
+from kvstore.simulate.optimal import OPTIMAL
 from kvstore.simulate.report import make_report
 from kvstore.simulate.run import SimulateOptions, Simulation
 from kvstore.simulate.trace_index import simulate_policy

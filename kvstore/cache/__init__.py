@@ -1,7 +1,7 @@
 """The prefix cache: ``PrefixCache`` opens a store, ``Scope`` is one namespace's view of it.
 
-``shared`` creates one object per task: ``chains`` (hashes and generations), ``lookups``, ``leases``, ``reading``,
-``writes``, ``windows``, ``device_cache`` and ``jobs``. Engines call ``Scope`` only.
+``shared`` creates one object per task: ``chains`` (block hashes), ``lookups``, ``leases``, ``ssd_reads``,
+``host_reads``, ``writes``, ``windows``, ``device_cache`` and ``jobs``. Engines call ``Scope`` only.
 """
 
 from kvstore.cache.entries import Entries, Stored

@@ -11,72 +11,14 @@ from numpy.typing import NDArray
 
 from kvstore.cache.match import Match
 from kvstore.checks import several
-from kvstore.errors import ConfigError, StoreError, brief
+from kvstore.errors import brief
 from kvstore.identity.block import BlockHash, ImageSpan
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import as_tokens, identify, namespace_digest
 from kvstore.identity.namespace import Namespace
-from kvstore.store import generations
-from kvstore.store.open_store import OpenStore
-from kvstore.tier.ssd.faults import MEDIUM_ERRORS
 
 if TYPE_CHECKING:
     from kvstore.cache.shared import SharedTiers
-
-
-class Generations:
-    """The newest generation of each lineage, as recorded and as begun in this process.
-
-    A lineage is all generations of one namespace, named by the root of generation 0 in hex. Threads: any.
-    """
-
-    def __init__(self, store: OpenStore) -> None:
-        self._store = store
-        self._lock = store.context.lock
-        self._newest: dict[str, int] = {}  # by lineage, without those at 0, which are most
-
-    def current(self, lineage: str, given: int) -> int:
-        """Return the newer of the given and the recorded generation. Raises ``StoreError`` if it cannot be read."""
-        path = self._store.ssd.path
-        with self._lock:
-            known = self._newest.get(lineage)
-        if known is None or not self._store.is_owner:  # another process may have begun a newer one
-            try:
-                known = generations.recorded(self._store.ssd, lineage)
-            except MEDIUM_ERRORS as error:
-                msg = f"the generation recorded in {path} cannot be read: {error}"
-                raise StoreError(msg) from error
-        with self._lock:
-            known = max(known, self._newest.get(lineage, 0))
-            if known:
-                self._newest[lineage] = known
-        return max(given, known)
-
-    def is_current(self, lineage: str, generation: int) -> bool:
-        """Return whether this process has seen no newer generation of a lineage."""
-        return self._newest.get(lineage, 0) <= generation
-
-    def record(self, lineage: str, generation: int) -> None:
-        """Record a generation durably.
-
-        Raises:
-            ConfigError: if it exceeds ``LAST_GENERATION``.
-            StoreBusy: in a reader.
-            StoreError: if the medium fails; then the old one stays in force.
-        """
-        ssd = self._store.require_writer("bumps the generation").ssd
-        if generation > generations.LAST_GENERATION:
-            raise ConfigError(
-                f"the namespace's generation is {generation - 1}, and no later one is recorded than "
-                f"{generations.LAST_GENERATION}: name the new weights in its weights field"
-            )
-        try:
-            generations.record(ssd, {lineage: generation})
-        except MEDIUM_ERRORS as error:
-            msg = f"the generation {generation} cannot be recorded in {ssd.path}: {error}"
-            raise StoreError(msg) from error
-        with self._lock:
-            self._newest[lineage] = max(generation, self._newest.get(lineage, 0))
 
 
 class Chains:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.match import Match, PagePins, PinnedPages
-from kvstore.cache.reading import Limits, SsdReads
+from kvstore.cache.ssd_reads import Limits, SsdReads
 from kvstore.errors import CapacityError, brief
 from kvstore.frame.format import Frames
 from kvstore.frame.geometry import PartBatch

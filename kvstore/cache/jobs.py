@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.entries import Stored, StoreOptions
+from kvstore.cache.host_reads import HostReads
 from kvstore.cache.leases import Leases
 from kvstore.cache.match import PinSet
-from kvstore.cache.reading import HostReads, Limits
+from kvstore.cache.ssd_reads import Limits
 from kvstore.cache.writes import Writes
 from kvstore.frame.format import Frames
 from kvstore.frame.geometry import PartBatch

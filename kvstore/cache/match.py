@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,6 @@ from kvstore.index import plan
 from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.layout.replay import WindowSnapshot
 from kvstore.tier.engine_pages import Pages
-
-if TYPE_CHECKING:
-    from kvstore.cache.device_cache import DeviceCache
-    from kvstore.cache.lookups import Lookups
 
 RequestKey = tuple[BlockHash, str]
 """A request id with its namespace's root: tenants may use the same ids."""
@@ -49,6 +45,23 @@ class PagePins:
     is_released: bool = False
 
 
+class _Lookups(Protocol):
+    """The lookups that found a match: they pin its blocks and shorten it."""
+
+    window_tokens: int
+
+    def enter(self, match: Match) -> None: ...
+    def leave(self, match: Match) -> None: ...
+    def shrink(self, match: Match, hit_tokens: int) -> None: ...
+    def is_worth_loading(self, match: Match) -> bool: ...
+
+
+class _PageOwner(Protocol):
+    """The device cache of some pages."""
+
+    def release(self, pins: PagePins) -> None: ...
+
+
 class Match:
     """The longest reusable prefix of a request, returned by ``lookup``.
 
@@ -60,7 +73,7 @@ class Match:
 
     def __init__(
         self,
-        lookups: Lookups,
+        lookups: _Lookups,
         prefix: Prefix,
         resident: dict[str, int],
         hit_tokens: int,
@@ -164,7 +177,7 @@ class PinnedPages(Pages):
 
     def __init__(
         self,
-        device: DeviceCache,
+        device: _PageOwner,
         pins: PagePins,
         *,
         page_ids: Any,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvstore.cache.chains import Generations
 from kvstore.cache.device_cache import DeviceCache
+from kvstore.cache.host_reads import HostReads
 from kvstore.cache.jobs import Jobs
 from kvstore.cache.leases import Leases
 from kvstore.cache.lookups import Lookups
-from kvstore.cache.reading import HostReads, SsdReads
+from kvstore.cache.ssd_reads import SsdReads
 from kvstore.cache.windows import Windows
 from kvstore.cache.writes import Writes
 from kvstore.errors import ConfigError, StoreError
@@ -23,6 +23,7 @@ from kvstore.index.prefix_tree import PrefixIndex, Segment
 from kvstore.policy.guarded import Guarded
 from kvstore.policy.lru import Lru
 from kvstore.policy.protocol import Policy
+from kvstore.store.generations import Generations
 from kvstore.store.namespaces import namespace_facts
 from kvstore.store.open_store import OpenStore
 from kvstore.tier.ssd.faults import MEDIUM_ERRORS

@@ -20,7 +20,7 @@ from kvstore.cli.terminal import OK, progress, write_json, write_table
 from kvstore.distribution import VERSION
 
 if TYPE_CHECKING:
-    from kvstore.simulate.report import Report
+    from kvstore.simulate.results import Report
     from kvstore.simulate.run import Each, Simulation
     from kvstore.trace.reading import Options
 
@@ -89,7 +89,8 @@ def _report(
     path: Path, reading: Options, options: SimulateArguments, jobs: int, seed: int
 ) -> Report:
     """Read and simulate one trace."""
-    from kvstore.simulate.report import Origin, make_report
+    from kvstore.simulate.report import make_report
+    from kvstore.simulate.results import Origin
     from kvstore.simulate.run import Simulation
     from kvstore.trace.reading import read
     from kvstore.trace.source import sha256_of
@@ -168,8 +169,7 @@ def _spread(simulation: Simulation, jobs: int) -> Iterator[Each | None]:
 def policies(*, as_json: Json = False) -> int:
     """List the eviction policies."""
     from kvstore.policy.registry import POLICIES
-    from kvstore.simulate.optimal import SUMMARY
-    from kvstore.simulate.recommendation import OPTIMAL
+    from kvstore.simulate.optimal import OPTIMAL, SUMMARY
 
     keys = ("policy", "summary", "parameters", "source", "online")
     rows: list[tuple[str, str, Mapping[str, float], str, bool]] = [

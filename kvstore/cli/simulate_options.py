@@ -14,7 +14,7 @@ from kvstore.cli.parameters import BlockSize, FormatOption, Unchained
 
 if TYPE_CHECKING:
     from kvstore.simulate.cost import ModelBytes
-    from kvstore.simulate.report import Report
+    from kvstore.simulate.results import Report
     from kvstore.simulate.run import SimulateOptions
     from kvstore.simulate.window import Windows
     from kvstore.trace.columns import Trace

@@ -9,7 +9,7 @@ from kvstore.output.sizes import size_text
 from kvstore.simulate.cost import FirstToken, Seconds
 from kvstore.simulate.hierarchy import Hierarchy
 from kvstore.simulate.recommendation import Recommendation
-from kvstore.simulate.report import Report, RowCost
+from kvstore.simulate.results import Report, RowCost
 from kvstore.simulate.run import Ratios
 from kvstore.simulate.sentences import hint_lines
 from kvstore.simulate.window import WindowReport

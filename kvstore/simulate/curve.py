@@ -14,6 +14,9 @@ import numpy as np
 from kvstore.trace.chains import Links
 from kvstore.trace.columns import Ints
 
+LRU = "lru"
+"""Baseline of every comparison: its exact curve has the hits at any size."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:

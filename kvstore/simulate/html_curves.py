@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from kvstore.output.chart import INLINE, Axis, Mark, Series, chart
 from kvstore.output.html import Markup, element, table
+from kvstore.simulate.curve import LRU
 from kvstore.simulate.html_parts import ROOM, SizeScale, duration, figure, line, size_chart
-from kvstore.simulate.recommendation import LRU, OPTIMAL
-from kvstore.simulate.report import Report, RowCost
+from kvstore.simulate.optimal import OPTIMAL
+from kvstore.simulate.results import Report, RowCost
 from kvstore.simulate.run import Row
 from kvstore.simulate.window import WindowReport
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvstore.output.chart import INLINE, Axis, Mark, Point, Series, chart
 from kvstore.output.html import Markup, element, joined
 from kvstore.output.sizes import size_text
-from kvstore.simulate.report import Report
+from kvstore.simulate.results import Report
 
 NONE = "-"
 """Text of an absent value."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvstore.output.html import Markup, element, page, table
 from kvstore.output.sizes import size_text
+from kvstore.simulate.curve import LRU
 from kvstore.simulate.hierarchy import Hierarchy, TierUse
 from kvstore.simulate.html_curves import (
     TTFT,
@@ -15,8 +16,8 @@ from kvstore.simulate.html_curves import (
     windows_section,
 )
 from kvstore.simulate.html_parts import NONE, SizeScale, blocks_text, code, duration, listed
-from kvstore.simulate.recommendation import LRU, Choice
-from kvstore.simulate.report import Report
+from kvstore.simulate.recommendation import Choice
+from kvstore.simulate.results import Report
 from kvstore.simulate.sentences import hint_lines
 
 

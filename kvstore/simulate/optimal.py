@@ -14,6 +14,8 @@ from kvstore.simulate.curve import summed
 from kvstore.trace.chains import Links
 from kvstore.trace.columns import Ints
 
+OPTIMAL = "optimal"
+"""Name of the bound. No tier can run it, because it needs the future."""
 SUMMARY = "the upper bound: knows the future and may decline to store"
 
 

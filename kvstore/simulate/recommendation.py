@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.simulate.cost import share as share_of
+from kvstore.simulate.curve import LRU
 from kvstore.simulate.json_form import OPTIONAL, SHARE_OF_CEILING
+from kvstore.simulate.optimal import OPTIMAL
 
 if TYPE_CHECKING:
     from kvstore.simulate.run import Row, SimulateOptions, Simulation
     from kvstore.simulate.window import WindowReport
     from kvstore.trace.columns import Ints
 
-LRU = "lru"
-"""Baseline of every comparison: its exact curve has the hits at any size."""
-OPTIMAL = "optimal"
-"""Name of the bound. No tier can run it, because it needs the future."""
 SHARES = (0.90, 0.95, 0.99)
 """Shares of an infinite cache's hits with a size in the report. The policy is chosen at the first."""
 WORTH_CHANGING = 0.01

@@ -23,11 +23,10 @@ from kvstore.simulate.cost import (
     share,
     ttft_report,
 )
-from kvstore.simulate.curve import Curve, lru_curve, summed
+from kvstore.simulate.curve import LRU, Curve, lru_curve, summed
 from kvstore.simulate.flat import flat_policy, simulate_flat
 from kvstore.simulate.json_form import INLINE, INTERVAL
-from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.recommendation import LRU, OPTIMAL
+from kvstore.simulate.optimal import OPTIMAL, optimal_hits
 from kvstore.simulate.tiers import Inclusion, Tier
 from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.simulate.window import Windows

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvstore.output.sizes import size_text
-from kvstore.simulate.recommendation import LRU
+from kvstore.simulate.curve import LRU
 
 if TYPE_CHECKING:
     from kvstore.simulate.hierarchy import Hierarchy
     from kvstore.simulate.hints import Hints
     from kvstore.simulate.recommendation import Choice
-    from kvstore.simulate.report import Report
+    from kvstore.simulate.results import Report
     from kvstore.simulate.run import SimulateOptions
 
 

@@ -12,8 +12,7 @@ from kvstore.policy.queues import Arc
 from kvstore.policy.registry import POLICIES, make_policy
 from kvstore.simulate.curve import lru_curve
 from kvstore.simulate.flat import simulate_flat
-from kvstore.simulate.optimal import optimal_hits
-from kvstore.simulate.recommendation import OPTIMAL
+from kvstore.simulate.optimal import OPTIMAL, optimal_hits
 from kvstore.simulate.run import Simulation
 from kvstore.simulate.trace_index import ChainLists, simulate_policy
 from kvstore.trace.chains import chains_of, links_of

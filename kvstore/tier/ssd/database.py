@@ -6,9 +6,10 @@ import errno
 import logging
 import os
 import resource
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import lmdb
 
@@ -18,9 +19,6 @@ from kvstore.tier.ssd.capacity import PAGE_BYTES
 from kvstore.tier.ssd.faults import DAMAGE, NO_ROOM
 from kvstore.tier.ssd.files import DATA_FILE, sync_folder
 from kvstore.tier.ssd.values import SsdOptions
-
-if TYPE_CHECKING:
-    from kvstore.tier.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +30,31 @@ _NO_ALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.
 """Error codes of file systems without preallocation. Source: posix_fallocate(3)."""
 
 
+class _OpenTier(Protocol):
+    """A tier over an open database, as far as its opening uses it."""
+
+    @property
+    def file_bytes(self) -> int: ...
+    def fact(self, name: str) -> bytes | None: ...
+    def set_fact(self, name: str, value: bytes) -> None: ...
+    def keep_lock(self) -> None: ...
+    def give_up(self) -> None: ...
+
+
+T = TypeVar("T", bound=_OpenTier)
+
+
 def try_open(
     path: Path,
     options: SsdOptions,
     lock: int,
-    tier_class: type[SsdTier],
+    tier_class: Callable[[Path, SsdOptions, lmdb.Environment, int], T],
     *,
     heads_seconds: float | None = HEADS_SECONDS,
-) -> tuple[SsdTier | None, str]:
+) -> tuple[T | None, str]:
     """Verify and open the database as its owner. Return the tier, or None and the damage found."""
     env: lmdb.Environment | None = None
-    tier: SsdTier | None = None
+    tier: T | None = None
     is_good = False
     try:
         file = path / DATA_FILE  # verified before LMDB opens it, which can abort the process

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvstore import ConfigError, Layout, Pages, PrefixCache
-from kvstore.cache import jobs, reading
+from kvstore.cache import jobs, ssd_reads
 from kvstore.frame.format import FrameFormat
 from kvstore.identity.block import BlockKey
 from kvstore.tier.ssd.tier import SsdTier
@@ -38,7 +38,7 @@ BLOCKS = 24
 @pytest.fixture
 def by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every block a run of its own."""
-    monkeypatch.setattr(reading, "RUN_BYTES", 1)
+    monkeypatch.setattr(ssd_reads, "RUN_BYTES", 1)
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_a_cancelled_load_begins_no_further_run(
                 time.sleep(0.001)
         return read(self, *args, **named)
 
-    monkeypatch.setattr(reading, "RUN_BYTES", 1)
+    monkeypatch.setattr(ssd_reads, "RUN_BYTES", 1)
     with open_cache(tmp_path / "s", read_threads=1) as cache:
         tokens = kept(cache)
         match = cache.lookup(tokens)
