@@ -25,6 +25,10 @@ from typing import Any
 
 from kvstore.cli.terminal import write_table
 
+NAMES = ("section", "bar", "work", "what", "by", "of", "beside")
+"""Keys of a row that name its figure."""
+VALUES = {"value": "ratio", "found": "ratio", "gb_per_s": "GB/s"}
+"""Key of the figure, and its unit where the row has none."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -70,9 +74,10 @@ def figures(folder: Path, command: Sequence[str]) -> dict[str, tuple[float, str]
             f"{folder}: {' '.join(command)} printed no JSON; its exit status is {done.returncode}"
         )
     found = {}
-    for row in rows:
-        name = " ".join(str(row[key]) for key in ("section", "bar", "what", "of") if row.get(key))
-        found[name] = (float(row.get("value", row.get("found"))), str(row.get("unit", "ratio")))
+    for row in rows["rows"] if isinstance(rows, dict) else rows:
+        name = " ".join(row[key] for key in NAMES if isinstance(row.get(key), str) and row[key])
+        value, unit = next((row[key], unit) for key, unit in VALUES.items() if key in row)
+        found[name] = (float(value), str(row.get("unit", unit)))
     return found
 
 

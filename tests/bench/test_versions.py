@@ -46,6 +46,27 @@ def test_each_checkout_runs_its_own_bench(tmp_path: Path) -> None:
     assert (change.low, change.high, change.pairs) == (1.5, 1.5, 3)
 
 
+@pytest.mark.parametrize(
+    ("row", "name", "expected"),
+    [
+        ({"work": "pack", "by": "avx2", "gb_per_s": 2.5, "ratio": 0.3}, "pack avx2", (2.5, "GB/s")),
+        (
+            {"section": "cold", "what": "read", "of": "m", "value": 3, "unit": "ms", "bar": 2.0,
+             "beside": "O_DIRECT, 1 thread"},
+            "cold read m O_DIRECT, 1 thread",
+            (3.0, "ms"),
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_each_bench_are_read(
+    tmp_path: Path, row: dict[str, object], name: str, expected: tuple[float, str]
+) -> None:
+    folder = checkout(tmp_path / "old", 1.0)
+    text = f"import json\nprint(json.dumps({{'rows': [{row!r}]}}))"
+    (folder / "bench" / "three.py").write_text(text)
+    assert figures(folder, ["bench.three"]) == {name: expected}
+
+
 def test_a_bench_that_fails_is_said(tmp_path: Path) -> None:
     folder = checkout(tmp_path / "old", 1.0)
     with pytest.raises(SystemExit, match="bench.two printed no JSON; its exit status is 1"):
