@@ -117,27 +117,19 @@ def depths() -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         namespace = kvstore.Namespace(model="structure")
 
+        def opened() -> kvstore.PrefixCache:
+            sizes: dict[str, Any] = {"ssd_bytes": "64MiB", "device_bytes": 0}
+            return kvstore.PrefixCache.open(
+                f"{folder}/s", layout=layout, namespace=namespace, **sizes
+            )
+
         def stored() -> None:
-            with kvstore.PrefixCache.open(
-                Path(folder) / "s",
-                layout=layout,
-                namespace=namespace,
-                ssd_bytes="64MiB",
-                device_bytes=0,
-            ) as cache:
+            with opened() as cache:
                 cache.store(tokens, entries)
                 cache.flush()
 
         measure("open, store, flush, close", stored)
-        with kvstore.PrefixCache.open(
-            Path(folder) / "s",
-            layout=layout,
-            namespace=namespace,
-            ssd_bytes="64MiB",
-            device_bytes=0,
-        ) as cache:
-            cache.store(tokens, entries)
-            cache.flush()
+        with opened() as cache:
             match = measure("lookup", lambda: cache.lookup(tokens))
             with match:
                 measure("read", lambda: cache.read(match))

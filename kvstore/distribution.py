@@ -17,8 +17,11 @@ VERSION = "0.1.0"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, quoted for a shell."""
-    return f"pip install '{NAME}[{extra}]'"
+    """Return the command that installs an extra, quoted for a shell.
+
+    It names the checkout: until a release is published, a name on an index could be another project's.
+    """
+    return f"pip install '.[{extra}]' (in a checkout of {NAME})"
 
 
 def has_torch() -> bool:

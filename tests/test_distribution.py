@@ -54,7 +54,7 @@ open_cache(Path({str(tmp_path / "none")!r}), DENSE, device_bytes=0).close()
     done = run_python(WITHOUT_TORCH + code)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("has no device tier") == 1
-    assert "pip install 'kvstore-llm[torch]'" in done.stderr
+    assert "pip install '.[torch]' (in a checkout of kvstore-llm)" in done.stderr
 
 
 def test_a_torch_that_fails_to_import_is_a_config_error(

@@ -299,7 +299,7 @@ def _policy(value: object, name: str) -> str | Policy[Any]:
         lacks = (
             "is a class, expected an object of it" if not missing else f"lacks {', '.join(missing)}"
         )
-        msg = f"{name} must be a name or a kvstore.policy.protocol.Policy; {brief(value)} {lacks}"
+        msg = f"{name} must be a name or an object of a subclass of kvstore.Policy; {brief(value)} {lacks}"
         raise ConfigError(msg)
     return cast("Policy[Any]", value)
 

@@ -200,9 +200,7 @@ class SsdReads:
             late = reading.first + reading.task.count - done
             if late and done not in reading.faults and reading.limits.is_late:
                 metrics.late_blocks += late
-                message = (
-                    "%d blocks were not read from %s in time: recomputed and counted from here on"
-                )
+                message = "%d blocks were not read from %s in time: the hit ends before them; further ones are only counted"
                 metrics.warn_once("late", message, late, self._ssd.path)
         if done in reading.faults:
             self._discard(reading.prefix, done, reading.faults[done])
@@ -215,9 +213,7 @@ class SsdReads:
             return
         with self._context.lock:
             self._context.metrics.corrupt_blocks[fault] += 1
-            message = (
-                "block %d of a prefix in %s is unusable (%s): recomputed and counted from here on"
-            )
+            message = "block %d of a prefix in %s is unusable (%s): the hit ends before it; further ones are only counted"
             self._context.metrics.warn_once(f"corrupt {fault}", message, number, self.path, fault)
         if self._store.writer is not None:
             self._store.writer.discard(prefix.head(number + 1))

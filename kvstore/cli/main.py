@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
+from cyclopts.exceptions import MissingArgumentError, UnknownCommandError
 
 from kvstore.cli import stores
 from kvstore.cli.demo.command import demo
@@ -41,12 +42,23 @@ for command in (
 app.command(stores.import_, name="import")
 
 
+def _usage(error: CycloptsError) -> str:
+    """Return the mistake in some arguments, and the command that shows the right ones."""
+    text = str(error).rstrip(".")
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        text = f"{error.keyword} has no value" if error.keyword else f"{name} is missing"
+    elif isinstance(error, UnknownCommandError) and str(error).endswith("..."):
+        text = text.partition(". Available commands")[0]  # cyclopts lists the first ones only
+    return f"{text}; see {' '.join(('kvstore', *(error.command_chain or ())))} --help"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; errors become one line on stderr."""
     try:
         status = app(list(arguments) if arguments is not None else None)
     except CycloptsError as error:
-        complain(f"{str(error).rstrip('.')}; see kvstore --help")
+        complain(_usage(error))
     except BrokenPipeError:
         # Python would report it again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -189,5 +189,5 @@ def policies(*, as_json: Json = False) -> int:
         )
         for name, summary, given, source, _ in rows
     ]
-    write_table(["policy", "evicts", "parameters", "source"], cells, labels=4)
+    write_table(["policy", "evicts first", "parameters", "source"], cells, labels=4)
     return OK

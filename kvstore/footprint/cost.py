@@ -56,7 +56,7 @@ class Question:
             ("--tokens", 1 if self.context_tokens is None else self.context_tokens),
         ):
             if not 0 < value < _MOST:
-                raise ConfigError(f"{name} must be above 0 and below {_MOST:,}, found {value}")
+                raise ConfigError(f"{name} must be positive and below 2**50, found {value}")
 
     def check(self, label: str, layout: Layout) -> None:
         """Raise ``ConfigError`` if a layout cannot have blocks of this size."""

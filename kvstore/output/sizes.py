@@ -86,7 +86,9 @@ def size_of(text: str, distinct_blocks: int, block_bytes: Fraction | None = None
     elif unit == "b":
         blocks = int(value)
     elif block_bytes is None:
-        raise ValueError(f"a size in bytes ({text}) needs the bytes of a token")
+        raise ValueError(
+            f"a size in bytes ({text}) needs the bytes per token: give --model or --bytes-per-token"
+        )
     else:
         blocks = int(value * _BYTES[unit] / block_bytes)
     if blocks >= _MOST_BLOCKS:

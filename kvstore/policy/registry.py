@@ -35,26 +35,34 @@ class Entry:
 
 POLICIES: Mapping[str, Entry] = MappingProxyType(
     {
-        "lru": Entry(Lru, "evicts the least recently used", "Mattson et al. 1970"),
+        "lru": Entry(Lru, "the least recently used block", "Mattson et al. 1970"),
         "arc": Entry(
-            Arc, "two LRU lists, balanced by returning blocks", "Megiddo, Modha, FAST 2003"
+            Arc,
+            "from two LRU lists, used once and again, balanced by ghosts",
+            "Megiddo, Modha, FAST 2003",
         ),
         "s3fifo": Entry(
-            S3Fifo, "queues for new blocks and for used ones", "Yang et al., SOSP 2023"
+            S3Fifo, "from a small queue of new blocks, then a main queue", "Yang et al., SOSP 2023"
         ),
-        "sieve": Entry(Sieve, "a hand evicts the unused in order", "Zhang et al., NSDI 2024"),
-        "clock": Entry(Clock, "first in first out; a use gives another round", "Corbato 1968"),
-        "fifo": Entry(Fifo, "evicts the first stored", "-"),
-        "lfu": Entry(Lfu, "evicts the least often used", "-"),
+        "sieve": Entry(
+            Sieve, "the next block not used since the hand passed it", "Zhang et al., NSDI 2024"
+        ),
+        "clock": Entry(Clock, "the oldest block; a used one stays another round", "Corbato 1968"),
+        "fifo": Entry(Fifo, "the oldest block", "-"),
+        "lfu": Entry(Lfu, "the least frequently used block", "-"),
         "2q": Entry(
-            TwoQ, "FIFO for new blocks, LRU for returning ones", "Johnson, Shasha, VLDB 1994"
+            TwoQ, "from a FIFO of new blocks; LRU for returning ones", "Johnson, Shasha, VLDB 1994"
         ),
-        "slru": Entry(Slru, "four LRU lists; a use promotes by one", "Huang et al., SOSP 2013"),
-        "gdsf": Entry(Gdsf, "uses, plus the age at the last one", "Cherkasova, HPL-98-69"),
+        "slru": Entry(
+            Slru, "from four LRU lists; a hit promotes by one", "Huang et al., SOSP 2013"
+        ),
+        "gdsf": Entry(
+            Gdsf, "the lowest sum of uses and cache age at the last use", "Cherkasova, HPL-98-69"
+        ),
         "cost": Entry(
-            Cost, "gdsf, weighted by recomputation cost", "after Marconi, arXiv 2411.19379"
+            Cost, "as gdsf, weighted by recomputation cost", "after Marconi, arXiv 2411.19379"
         ),
-        "ttl": Entry(Ttl, "evicts what expires first, then by last use", "-"),
+        "ttl": Entry(Ttl, "the block that expires first, then by last use", "-"),
     }
 )
 """Used by the tiers and by the simulator."""

@@ -16,7 +16,7 @@ from kvstore.trace.columns import Ints
 
 OPTIMAL = "optimal"
 """Name of the bound. No tier can run it, because it needs the future."""
-SUMMARY = "the upper bound: knows the future and may decline to store"
+SUMMARY = "nothing used again soon: needs the future, so a bound only"
 
 
 def optimal_hits(links: Links, capacity: int) -> Ints:

@@ -52,6 +52,13 @@ class Sharing:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if self._share is None:
+            return super().__repr__()
+        store = self._share.shared
+        state = "closed" if store.is_closed else "owner" if store.is_owner else "reader"
+        return f"<{type(self).__name__} of {store.ssd.path}, {state}>"
+
 
 @dataclass(slots=True)
 class _SharedStore:

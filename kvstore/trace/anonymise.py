@@ -77,6 +77,10 @@ def _row(line: bytes, key: bytes, block_size: int, unit: int) -> tuple[Request, 
     elif _are_tokens(tokens):
         content, width, block_tokens = np.array(tokens, "<i8").tobytes(), 8 * block_size, block_size
         length = len(tokens)
+    elif "hash_ids" in record:
+        raise ValueError(
+            "is a line of a trace, whose prompts are block ids already; expected a log of prompts"
+        )
     else:
         msg = (
             "expected input as text, or tokens as whole numbers from 0 to below 2**32, of the prompt as "

@@ -294,7 +294,7 @@ def test_a_bad_trace_is_exit_two_with_its_line(
         err = printed(capsys, *words, trace_file, status=2)
         assert "chat.jsonl, line 4: expected" in err
         assert err.count("\n") == 1
-    assert "TRACES requires an argument" in printed(capsys, "simulate", status=2)
+    assert "TRACES is missing; see kvstore simulate --help" in printed(capsys, "simulate", status=2)
 
 
 EVERYTHING = [

@@ -51,7 +51,7 @@ def _fixed(stems: str, read: Callable[[Config], Layout]) -> Known:
 
     def layout(config: Config, _own: str, dtype: str | Mapping[str, str] | None) -> Layout:
         if dtype is not None:
-            msg = f"{config.get('model_type')} has fixed entry formats, dtype={dtype!r} does not apply"
+            msg = f"{config.get('model_type')} has fixed entry formats, found dtype={dtype!r}; leave it out"
             raise ConfigError(msg)
         return read(config)
 

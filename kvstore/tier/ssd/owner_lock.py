@@ -54,7 +54,7 @@ def owner_pid(path: Path) -> int | None:
 def busy(path: Path) -> StoreBusy:
     """Return the error with the process id of the owner."""
     pid = owner_pid(path) or "unknown"
-    msg = f"{path} is owned by process {pid}; open it with role='reader' or stop that process"
+    msg = f"{path} is owned by process {pid}; stop that process, or use the store as a reader"
     return StoreBusy(msg)
 
 
