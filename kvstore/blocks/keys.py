@@ -90,12 +90,14 @@ class KeyChain:
     above: bytes  # concatenated keys of the ancestors from the root on
     parent: BlockHash  # hash of the last ancestor; the root if there is none
     blocks: Sequence[NamedBlock]
-    path: bytes = field(default=b"", init=False)  # concatenated keys of all blocks from the root on
+    chain: bytes = field(
+        default=b"", init=False
+    )  # concatenated keys of all blocks from the root on
 
     def __post_init__(self) -> None:
         """Concatenate the keys."""
         keys = [block.key for block in self.blocks]
-        object.__setattr__(self, "path", self.above + b"".join(keys))
+        object.__setattr__(self, "chain", self.above + b"".join(keys))
 
     @property
     def first(self) -> int:
@@ -108,7 +110,7 @@ class KeyChain:
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
-        return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        return BlockKey(self.chain[number * KEY_BYTES : (number + 1) * KEY_BYTES])
 
     def hash_of(self, number: int) -> BlockHash:
         """Hash of block ``number``, which must be one of ``blocks``."""

@@ -87,7 +87,7 @@ class Lookups:
         known = self._by_request.get(request)
         if known is None:
             return None
-        if known.prefix.path == prefix.path and np.array_equal(known.tokens, prefix.tokens):
+        if known.prefix.chain == prefix.chain and np.array_equal(known.tokens, prefix.tokens):
             return known
         self.forget(request)
         return None

@@ -26,7 +26,7 @@ class Chain(Protocol):
         """The parent of the first block: its namespace's hash."""
 
     @property
-    def path(self) -> bytes:
+    def chain(self) -> bytes:
         """Concatenated keys of its blocks, for an index to match."""
 
     def key(self, number: int) -> BlockKey:
@@ -51,11 +51,11 @@ class Prefix:
     hashes: HashRun
     images: Sequence[ImageSpan]
     block_tokens: int
-    path: bytes = field(default=b"", init=False)  # concatenated keys, for an index to match
+    chain: bytes = field(default=b"", init=False)  # concatenated keys, for an index to match
 
     def __post_init__(self) -> None:
         """Join the keys, which are prefixes of the hashes."""
-        object.__setattr__(self, "path", self.hashes.prefixes(KEY_BYTES))
+        object.__setattr__(self, "chain", self.hashes.prefixes(KEY_BYTES))
 
     def cut(self, blocks: int) -> Prefix:
         """Return its first ``blocks`` blocks, without later tokens."""
@@ -66,15 +66,15 @@ class Prefix:
 
     def head(self, blocks: int) -> bytes:
         """Concatenated keys of its first ``blocks`` blocks."""
-        return self.path[: blocks * KEY_BYTES]
+        return self.chain[: blocks * KEY_BYTES]
 
     def key(self, number: int) -> BlockKey:
         """Key of block ``number``."""
-        return BlockKey(self.path[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        return BlockKey(self.chain[number * KEY_BYTES : (number + 1) * KEY_BYTES])
 
     def keys(self, first: int, stop: int) -> list[BlockKey]:
         """Keys of blocks ``[first, stop)``."""
-        return split_keys(self.path[first * KEY_BYTES : stop * KEY_BYTES])
+        return split_keys(self.chain[first * KEY_BYTES : stop * KEY_BYTES])
 
     def hash_of(self, number: int) -> BlockHash:
         """Hash of block ``number``."""

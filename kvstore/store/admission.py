@@ -56,7 +56,7 @@ class Admission:
         is_pinned: bool,
     ) -> StoreResult:
         """Queue the blocks of ``prefix`` from block ``first`` on that are neither stored nor queued."""
-        stop = len(prefix.path) // KEY_BYTES
+        stop = len(prefix.chain) // KEY_BYTES
         expires = NEVER if ttl is None else self.context.wall_clock() + ttl
         with self.context.lock:
             known = self.pending.known_blocks(prefix)

@@ -42,9 +42,9 @@ class Run:
         return self.blocks[0].number
 
     @property
-    def parent_path(self) -> bytes:
+    def parent_chain(self) -> bytes:
         """Concatenated keys of all blocks before the run."""
-        return self.request.prefix.path[: self.first * KEY_BYTES]
+        return self.request.prefix.chain[: self.first * KEY_BYTES]
 
 
 def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, int]:
@@ -55,7 +55,7 @@ def split(batch: Sequence[Queued], index: PrefixIndex) -> tuple[list[Run], int, 
     for _, group in groupby(batch, key=lambda block: id(block.request)):
         blocks = list(group)
         request = blocks[0].request
-        depth = index.match(request.prefix.path[: (blocks[-1].number + 1) * KEY_BYTES]).depth
+        depth = index.match(request.prefix.chain[: (blocks[-1].number + 1) * KEY_BYTES]).depth
         fresh = [block for block in blocks if block.number >= depth]
         present += len(blocks) - len(fresh)
         if fresh and fresh[0].number > depth and fresh[0].parent not in staged:
@@ -159,7 +159,7 @@ class Committer:
         """Pin the parents of a batch, so that making room does not evict them."""
         pinned = []
         for run in runs:
-            position = self.index.match(run.parent_path)
+            position = self.index.match(run.parent_chain)
             if position.depth:
                 segment = self.index.split_at(position)
                 self.index.pin(segment)
@@ -228,7 +228,7 @@ class Committer:
         with self.context.lock:
             for run in runs:
                 request, keys = run.request, [block.key for block in run.blocks]
-                position = self.index.match(run.parent_path)
+                position = self.index.match(run.parent_chain)
                 if position.depth < run.first:
                     orphans += reversed(keys)
                     continue

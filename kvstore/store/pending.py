@@ -39,8 +39,8 @@ class PendingBlocks(dict[BlockKey, BlockKey]):
 
     def known_blocks(self, prefix: Chain) -> int:
         """Return the number of leading blocks of ``prefix`` that are stored or queued."""
-        known = self._index.match(prefix.path).depth
-        while known < len(prefix.path) // KEY_BYTES and prefix.key(known) in self:
+        known = self._index.match(prefix.chain).depth
+        while known < len(prefix.chain) // KEY_BYTES and prefix.key(known) in self:
             known += 1
         return known
 

@@ -75,7 +75,7 @@ class Retention:
     def renew(self, renewal: Renewal) -> list[Amendment]:
         """Make stored blocks the most recent, extend their expiry, pin on request; return what ``amend`` must write."""
         prefix = renewal.prefix
-        position = self.index.match(prefix.path[: renewal.blocks * KEY_BYTES])
+        position = self.index.match(prefix.chain[: renewal.blocks * KEY_BYTES])
         if not position.depth:
             return []
         segment = self.index.split_at(position)
@@ -107,7 +107,7 @@ class Retention:
         """Remove every persistent pin on the path of ``prefix``."""
         keys: list[BlockKey] = []
         with self.context.lock:
-            position = self.index.match(prefix.path)
+            position = self.index.match(prefix.chain)
             is_whole = position.inside == position.segment.blocks
             node = position.segment if is_whole else position.segment.parent
             while node is not None:

@@ -108,12 +108,12 @@ class StoreWriter:
             self._context.metrics.dropped_blocks["orphan"] += len(orphans)
             self.removal.delete(orphans)
 
-    def discard(self, path: bytes, *, force: bool = True) -> int:
-        """Remove the last block of a path and its descendants, return the number; none if pinned without ``force``."""
+    def discard(self, chain: bytes, *, force: bool = True) -> int:
+        """Remove the last block of a chain and its descendants, return the number; none if pinned without ``force``."""
         with self.changing:
             with self._context.lock:
-                number = len(path) // KEY_BYTES - 1
-                position = self.index.match(path)
+                number = len(chain) // KEY_BYTES - 1
+                position = self.index.match(chain)
                 if position.depth <= number:
                     return 0
                 segment = self.index.split_at(position)

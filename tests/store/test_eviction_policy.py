@@ -263,7 +263,7 @@ def test_event_by_event_a_store_does_what_the_simulator_says(
             if not symbols:
                 continue
             tokens = np.repeat(np.array(symbols, np.uint32), BLOCK)
-            keys = cache._chains.prefix(tokens, ()).path
+            keys = cache._chains.prefix(tokens, ()).chain
             for i in range(len(symbols)):
                 key = BlockKey(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
                 names[key] = tuple(symbols[: i + 1])

@@ -199,7 +199,7 @@ def test_a_namespace_goes_with_its_last_block_whatever_took_it(tmp_path: Path, w
             ssd.amend([key], page=0)
             assert leaves.read(leaves.lookup(tokens)).tokens == 0
         elif way == "delete below":
-            assert writer_of(cache).discard(leaves.probe(tokens).prefix.path[:16]) == 3
+            assert writer_of(cache).discard(leaves.probe(tokens).prefix.chain[:16]) == 3
         else:
             cache.scope(tenant(2), ssd_quota=0)
             assert writer_of(cache).index.namespace_blocks().keys() == {2}

@@ -364,7 +364,7 @@ def test_pages_that_are_read_cannot_become_another_prefix(
     with open_cache(tmp_path / "s", device_bytes=4 * BLOCK * 768) as cache:
         tokens, other = kept(cache), kept(cache, seed=1)
         cache.load(cache.probe(tokens)).release()
-        writer_of(cache).discard(cache.probe(tokens).prefix.path[:KEY_BYTES])
+        writer_of(cache).discard(cache.probe(tokens).prefix.chain[:KEY_BYTES])
         match = cache.probe(tokens)
         assert match.residency == {"device": 4 * BLOCK, "ssd": 0}
         tier = paged(cache).tier

@@ -61,7 +61,7 @@ class _Run:
         return len(self.above) // KEY_BYTES
 
     @property
-    def path(self) -> bytes:
+    def chain(self) -> bytes:
         """Keys of all blocks from the root on."""
         return self.above + b"".join(block_key(header.block_hash) for header in self.headers)
 
@@ -164,14 +164,16 @@ class _Import:
         if not header.number:
             return b"" if header.parent_hash == root else "identity"
         key = block_key(header.parent_hash)
-        path = self._path(key, root)
-        parent = None if path is None else self._seen.get(key) or self._stored(key)
-        if path is None or parent is None:
+        chain = self._chain(key, root)
+        parent = None if chain is None else self._seen.get(key) or self._stored(key)
+        if chain is None or parent is None:
             return "parent"
         expected = _Seen(header.parent_hash, header.number - 1, root)
-        return path if parent == expected and len(path) == header.number * KEY_BYTES else "identity"
+        return (
+            chain if parent == expected and len(chain) == header.number * KEY_BYTES else "identity"
+        )
 
-    def _path(self, key: BlockKey, root: BlockHash) -> bytes | None:
+    def _chain(self, key: BlockKey, root: BlockHash) -> bytes | None:
         """Return the keys from the root to a stored or queued block, None for others."""
         keys: list[BlockKey] = []
         above: BlockKey | None = key
@@ -227,9 +229,9 @@ class _Import:
         with context.lock:
             if key not in self._index.parents:
                 return
-            path = self._path(key, BlockHash(b""))  # it is stored, and so are its ancestors
-            assert path is not None
-            segment = self._index.split_at(self._index.match(path))
+            chain = self._chain(key, BlockHash(b""))  # it is stored, and so are its ancestors
+            assert chain is not None
+            segment = self._index.split_at(self._index.match(chain))
             tick = context.next_tick()
             self._index.touch(segment, tick)
             self._writer.note_use(key, tick)
