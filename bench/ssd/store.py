@@ -32,7 +32,7 @@ from kvstore.cli.demo.process import drop_page_cache
 from kvstore.codec import native
 from kvstore.frame.format import FrameFormat, Frames
 from kvstore.frame.header import Header, head_sum
-from kvstore.frame.targets import Places
+from kvstore.frame.targets import AddressTable
 from kvstore.identity.block import BlockHash
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import block_hashes
@@ -81,7 +81,7 @@ class Blocks:
     count: int
     """Blocks of a prompt."""
     entries: dict[str, NDArray[np.uint8]]
-    source: Places
+    source: AddressTable
     """The same, as frames are made of them."""
     raw: NDArray[np.uint8]
     """Another copy of the payload, for reference writes and copies."""
@@ -407,11 +407,11 @@ def steady(
     ]
 
 
-def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> Places:
+def contiguous(form: FrameFormat, out: NDArray[np.uint8]) -> AddressTable:
     """Return targets for unchanged consecutive payloads in ``out``: the least work of a load."""
     bounds, base = form.part_bounds, out.ctypes.data - form.payload_offset
     pieces = [(0, 1, 1, stop - start, base + start, stop - start) for start, stop in bounds]
-    return Places(
+    return AddressTable(
         out.size // form.payload_bytes,
         np.array(pieces, np.int64),
         np.full(len(bounds), form.payload_bytes, np.int64),
@@ -426,7 +426,7 @@ def whole(found: int, expected: int) -> None:
         raise RuntimeError(f"{found} of {expected} blocks were read")
 
 
-def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: Places) -> None:
+def read_by_tier(tier: SsdTier, prefix: Prefix, form: FrameFormat, places: AddressTable) -> None:
     """Read a prefix from the tier, verified as in the cache."""
     reader, count = form.reader(places), len(prefix.hashes)
 
@@ -685,7 +685,7 @@ class _ColdPair:
 
     def _by_tier(self, cache: PrefixCache, threads: int) -> Callable[[Match], None]:
         tier, form = tier_of(cache), self._blocks.format
-        outs: SimpleQueue[Places] = SimpleQueue()
+        outs: SimpleQueue[AddressTable] = SimpleQueue()
         for _ in range(threads):
             # Ones: the system allocates the pages of zeros only when they are written.
             outs.put(contiguous(form, np.ones(RUN_BLOCKS * form.payload_bytes, np.uint8)))

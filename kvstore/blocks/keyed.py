@@ -20,7 +20,7 @@ from kvstore.blocks.keys import KEYS_NAMESPACE, KeyChain, NamedBlock, key_of
 from kvstore.errors import StoreError
 from kvstore.frame.format import FrameFormat
 from kvstore.frame.header import Header
-from kvstore.frame.targets import Places
+from kvstore.frame.targets import AddressTable
 from kvstore.identity.block import KEY_BYTES, BlockHash, BlockKey
 from kvstore.index.prefix_tree import KeyedIndex, Segment
 from kvstore.policy.lru import Lru
@@ -140,7 +140,7 @@ class KeyedBlocks(OpenStore):
         self,
         writer: StoreWriter,
         blocks: Sequence[NamedBlock],
-        source: Places,
+        source: AddressTable,
         parents: Sequence[NamedBlock | None],
         at: int,
         deadline: float,

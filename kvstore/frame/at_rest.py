@@ -25,7 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.frame.format import FrameFormat, Frames
 from kvstore.frame.geometry import PartBatch
 from kvstore.frame.header import Header, form_flags
-from kvstore.frame.targets import Places
+from kvstore.frame.targets import AddressTable
 from kvstore.layout import SCALE_RULES, Layout
 
 ZSTD = "zstd"  # lossless format at rest: the engine's own format, compressed
@@ -90,7 +90,7 @@ class CompressedFormat(FrameFormat):
         )
 
     def encode(
-        self, header: Header, tokens: NDArray[np.uint32], source: Places, block: int
+        self, header: Header, tokens: NDArray[np.uint32], source: AddressTable, block: int
     ) -> bytearray:
         """Return the frame of a block; uncompressed if compression does not save a page."""
         frame = self._plain.encode(header, tokens, source, block)
@@ -110,7 +110,7 @@ class CompressedFormat(FrameFormat):
 
     @override
     def reader(
-        self, target: Places, *, any_parent: bool = False, checks_first: bool = False
+        self, target: AddressTable, *, any_parent: bool = False, checks_first: bool = False
     ) -> None:
         """Return None: frames of any size are read one by one."""
 
@@ -119,8 +119,8 @@ class CompressedFormat(FrameFormat):
 class AtRestTarget:
     """Targets for frames of both layouts."""
 
-    quantized: Places
-    lossless: Places
+    quantized: AddressTable
+    lossless: AddressTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,9 @@ class AtRestSource:
     """Source of blocks, and a buffer for one quantized block."""
 
     entries: Mapping[str, NDArray[np.uint8]]
-    lossless: Places
+    lossless: AddressTable
     buffer: Mapping[str, NDArray[np.uint8]]
-    quantized: Places  # source of the buffer, as block 0
+    quantized: AddressTable  # source of the buffer, as block 0
 
 
 class AtRestFormat:

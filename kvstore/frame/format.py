@@ -31,7 +31,7 @@ from kvstore.frame.header import (
     set_namespace,
     unpack_header,
 )
-from kvstore.frame.targets import Places
+from kvstore.frame.targets import AddressTable
 from kvstore.identity.block import BlockHash
 from kvstore.layout import Layout
 
@@ -125,7 +125,7 @@ class FrameFormat(FrameGeometry):
     # ---- sealing
 
     def encode(
-        self, header: Header, tokens: NDArray[np.uint32], source: Places, block: int
+        self, header: Header, tokens: NDArray[np.uint32], source: AddressTable, block: int
     ) -> bytearray:
         """Return the frame of the ``block``-th whole block of ``source``.
 
@@ -259,7 +259,7 @@ class FrameFormat(FrameGeometry):
 
     # ---- reading into targets
 
-    def scatter(self, frame: memoryview, target: Places, block: int) -> str | None:
+    def scatter(self, frame: memoryview, target: AddressTable, block: int) -> str | None:
         """Copy a frame's payload to the ``block``-th block of ``target`` and verify it.
 
         Returns None, or ``"checksum"`` if a part does not match its checksum: the block's memory is then undefined.
@@ -271,7 +271,7 @@ class FrameFormat(FrameGeometry):
         return None if whole is not None and target.take(whole, sums, block) else "checksum"
 
     def reader(
-        self, target: Places, *, any_parent: bool = False, checks_first: bool = False
+        self, target: AddressTable, *, any_parent: bool = False, checks_first: bool = False
     ) -> native.FrameReader | None:
         """Return a reader of many frames from a file into a target, None on a big-endian machine.
 
@@ -295,14 +295,14 @@ class FrameFormat(FrameGeometry):
         shape = native.FrameShape(self.frame_bytes, self.block_tokens, self.payload_offset, head)
         return target.reader(shape, any_parent=any_parent, checks_first=checks_first)
 
-    def readers(self, target: Places) -> Mapping[int, native.FrameReader]:
+    def readers(self, target: AddressTable) -> Mapping[int, native.FrameReader]:
         """Return :meth:`reader` by the size of its frames."""
         reader = self.reader(target)
         return {} if reader is None else {self.frame_bytes: reader}
 
     def entries_target(
         self, entries: Mapping[str, NDArray[np.uint8]], batch: PartBatch | None = None
-    ) -> Places:
+    ) -> AddressTable:
         """Return a target of entries in their stored format, of all parts or those of a batch.
 
         Shapes:
@@ -314,7 +314,7 @@ class FrameFormat(FrameGeometry):
         """
         return targets.target_of(self, entries, {}, batch)
 
-    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
+    def entries_source(self, entries: Mapping[str, NDArray[np.uint8]]) -> AddressTable:
         """Return a source of entries to store, as :meth:`entries_target`; arrays may be read-only and share memory."""
         return targets.source_of(self, entries)
 
@@ -323,7 +323,7 @@ class FrameFormat(FrameGeometry):
         entries: Mapping[str, NDArray[np.uint8]],
         values: Mapping[str, Array],
         batch: PartBatch | None = None,
-    ) -> Places:
+    ) -> AddressTable:
         """Return a target of numbers for the groups in ``values``, of entries for the others.
 
         Quantized entries are dequantized to numbers, as by their groups' codecs. A frame must not change while it is
@@ -341,15 +341,15 @@ class FrameFormat(FrameGeometry):
         return targets.target_of(self, entries, values, batch)
 
     @cached_property
-    def _block_at_zero(self) -> Places:
+    def _block_at_zero(self) -> AddressTable:
         return targets.block_at_zero(self)
 
-    def apart_target(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
+    def apart_target(self, blocks: Sequence[NDArray[np.uint8]]) -> AddressTable:
         """Return a target of separate uint8 ``[payload_bytes]`` arrays, contiguous, writable; one group and layer."""
         one, size = self._block_at_zero, self.payload_bytes
         return targets.separate_blocks(one, blocks, size, is_output=True)
 
-    def apart_source(self, blocks: Sequence[NDArray[np.uint8]]) -> Places:
+    def apart_source(self, blocks: Sequence[NDArray[np.uint8]]) -> AddressTable:
         """Return a source of blocks in separate arrays, which may be read-only and share memory."""
         one, size = self._block_at_zero, self.payload_bytes
         return targets.separate_blocks(one, blocks, size, is_output=False)

@@ -23,7 +23,7 @@ _BYTES = ("uint8",)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class AddressTable:
     """Address table of a target or source of blocks. Threads: any number may scatter, each to its own blocks."""
 
     blocks: int  # number of whole blocks that fit
@@ -62,9 +62,9 @@ class Places:
         )
 
 
-def source_of(geometry: FrameGeometry, entries: Mapping[str, NDArray[np.uint8]]) -> Places:
+def source_of(geometry: FrameGeometry, entries: Mapping[str, NDArray[np.uint8]]) -> AddressTable:
     """Return a source of entries; see ``FrameFormat.entries_source``."""
-    return _places(geometry, entries, {}, None, is_output=False)
+    return _address_table(geometry, entries, {}, None, is_output=False)
 
 
 def target_of(
@@ -72,24 +72,24 @@ def target_of(
     entries: Mapping[str, NDArray[np.uint8]],
     values: Mapping[str, Array],
     batch: PartBatch | None = None,
-) -> Places:
+) -> AddressTable:
     """Return a target of numbers for the groups in ``values``, of entries for others: ``FrameFormat.mixed_target``."""
-    return _places(geometry, entries, values, batch, is_output=True)
+    return _address_table(geometry, entries, values, batch, is_output=True)
 
 
-def block_at_zero(geometry: FrameGeometry) -> Places:
+def block_at_zero(geometry: FrameGeometry) -> AddressTable:
     """Return the table of one block of a layout of one group and layer, in memory at address 0."""
     (group,) = geometry.layout.global_groups
     (_,) = group.layers
     block = np.empty((1, geometry.entries[group.name], group.entry_bytes), np.uint8)
-    places = source_of(geometry, {group.name: block})
-    places.table[:, _ADDRESS] -= _address(block)
-    return places
+    source = source_of(geometry, {group.name: block})
+    source.table[:, _ADDRESS] -= _address(block)
+    return source
 
 
 def separate_blocks(
-    one: Places, blocks: Sequence[NDArray[np.uint8]], payload_bytes: int, *, is_output: bool
-) -> Places:
+    one: AddressTable, blocks: Sequence[NDArray[np.uint8]], payload_bytes: int, *, is_output: bool
+) -> AddressTable:
     """Return a target or source of blocks in separate arrays; ``one`` is :func:`block_at_zero`."""
     views = [host_view(block, f"block {n}", _BYTES).data for n, block in enumerate(blocks)]
     for number, view in enumerate(views):
@@ -111,14 +111,14 @@ def _address(view: NDArray[np.generic]) -> int:
     return int(view.__array_interface__["data"][0])
 
 
-def _places(
+def _address_table(
     geometry: FrameGeometry,
     entries: Mapping[str, NDArray[np.uint8]],
     values: Mapping[str, Array],
     batch: PartBatch | None,
     *,
     is_output: bool,
-) -> Places:
+) -> AddressTable:
     codecs: dict[str, native.Prepared] = {}
     views: dict[str, NDArray[np.generic]] = {}
     layers = geometry.layers_of(batch)
@@ -159,7 +159,7 @@ def _table(
     codecs: Mapping[str, native.Prepared],
     layers: Mapping[str, list[int]],
     batch: PartBatch,
-) -> Places:
+) -> AddressTable:
     rows: list[tuple[int, ...]] = []
     steps: list[int] = []
     parts: list[native.Part] = []
@@ -178,7 +178,7 @@ def _table(
                 steps.append(view.strides[0])
                 address += length
         parts.append(native.Part(*bounds, first, len(rows)))
-    return Places(
+    return AddressTable(
         min(view.shape[0] for view in views.values()),
         np.array(rows, np.int64),
         np.array(steps, np.int64),

@@ -14,7 +14,7 @@ import lmdb
 
 from kvstore import KVStoreError
 from kvstore.frame.format import FrameFormat
-from kvstore.frame.targets import Places
+from kvstore.frame.targets import AddressTable
 from tests.stores import open_cache
 from tests.torture.prompts import LAYOUT, Promise, Prompt, check, prompts, read_check, still_works
 from tests.torture.runner import Case, Death, Finding, Kind, in_child
@@ -69,7 +69,7 @@ def flip_unchecked(case: Case) -> list[Finding]:
     """Flip one bit of a store that verifies no reads: this must have findings."""
     checked = FrameFormat.scatter
 
-    def scatter(self: FrameFormat, frame: memoryview, target: Places, block: int) -> None:
+    def scatter(self: FrameFormat, frame: memoryview, target: AddressTable, block: int) -> None:
         checked(self, frame, target, block)
 
     with (
