@@ -68,14 +68,6 @@ def number(
     return found
 
 
-def seconds(value: object, name: str) -> float:
-    """Return a time to wait, infinity included, as a float. Raises ``ValueError`` below 0."""
-    found = number(value, name, "seconds, 0 or more")
-    if found < 0:
-        raise ValueError(f"{name} must be seconds, 0 or more, found {brief(value)}")
-    return found
-
-
 def positive(value: object, name: str, what: str, error: type[Exception] = ValueError) -> float:
     """Return a real number above zero, or infinity, as a float."""
     found = number(value, name, f"positive {what}", error)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from kvstore.blocks.keyed import Bytes, KeyedBlocks
 from kvstore.blocks.keys import KEY_BYTES_LIMIT, Key, NamedBlock, keyed_format, keys_root, named
-from kvstore.checks import ROLES, choice, flag, integer, seconds, several
+from kvstore.checks import ROLES, choice, flag, integer, number, several
 from kvstore.codec.host import host_bytes, writable_bytes
 from kvstore.errors import ConfigError, brief
 from kvstore.frame.format import FrameFormat
@@ -154,7 +154,7 @@ class BlockStore(Sharing):
             parents = self._as_many(parents, blocks, "parents")
             above = [None if p is None else self._name(p) for p in parents]
         arrays = [self._bytes(i, source, "sources") for i, source in enumerate(sources)]
-        return shared.put(blocks, arrays, above, seconds(wait, "wait"))
+        return shared.put(blocks, arrays, above, _wait(wait))
 
     def get(self, keys: Sequence[Key], targets: Sequence[Any]) -> list[bool]:
         """Copy blocks into ``targets``, verified; return for each whether it was copied.
@@ -319,3 +319,11 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "request_share": share_of,
 }
 """Validation of each optional argument."""
+
+
+def _wait(given: object) -> float:
+    """Return a wait in seconds. Raises ``ValueError`` for any other value."""
+    wait = number(given, "wait", "seconds, 0 or more")
+    if wait < 0:
+        raise ValueError(f"wait must be seconds, 0 or more, found {brief(given)}")
+    return wait

@@ -21,7 +21,7 @@ from kvstore.cache.entries import Entries, Stored, StoreOptions, host_entries
 from kvstore.cache.jobs import Event, Load, Save, await_event
 from kvstore.cache.match import Match, PinnedPages
 from kvstore.cache.shared import SharedTiers
-from kvstore.checks import flag, is_integer, number, positive, seconds, several, text
+from kvstore.checks import flag, is_integer, number, positive, several, text
 from kvstore.errors import ConfigError, StoreError, brief
 from kvstore.identity.block import BlockHash, ImageSpan
 from kvstore.identity.hash import as_tokens
@@ -312,7 +312,7 @@ class Scope:
     def _options(self, wait: float, ttl: float | None, pin: object) -> StoreOptions:
         return StoreOptions(
             asdict(self.namespace),
-            seconds(wait, "wait"),
+            number(wait, "wait", "seconds"),
             None if ttl is None else positive(ttl, "ttl", "seconds or None"),
             flag(pin, "pin"),
         )

@@ -91,7 +91,7 @@ def _config_path(source: str | Path) -> Path:
         msg = f"{brief(str(source))} is a folder without a config.json, expected a model's folder"
     elif exists:
         msg = f"{brief(str(path))} is no regular file, expected a config.json"
-    elif path.suffix == ".json" or len(path.parts) > 1:
+    elif path.suffix == ".json":
         msg = f"there is no file {brief(str(path))}, expected the path of a config.json or the name of a preset"
     else:
         msg = f"{brief(str(source))} is neither a preset ({', '.join(PRESETS)}) nor the path of a config.json{_near(source)}"

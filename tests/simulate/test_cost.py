@@ -111,7 +111,7 @@ def test_tiers_are_read_as_they_are_written() -> None:
         (["=5%"], "expected a tier such as"),
         (["ssd=5"], "expected a size such as"),
         (["ssd=5%@3GB"], "expected a rate such as 3GB/s"),
-        (["ssd=1GiB"], "needs the bytes of a token"),
+        (["ssd=1GiB"], "needs the bytes per token"),
         (["ssd=5%,speed=9"], "tier ssd: expected write=, latency= or policy=, found speed"),
         (["a=5%", "ssd=5%,write=back"], "expected write=through or on-evict, found 'back'"),
         (["ssd=5%,write=on-evict"], "no tier is above the first one"),

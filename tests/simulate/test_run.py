@@ -52,7 +52,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_bytes_need_the_bytes_of_a_token() -> None:
-    with pytest.raises(ValueError, match=r"a size in bytes \(1GiB\) needs the bytes of a token"):
+    with pytest.raises(ValueError, match=r"a size in bytes \(1GiB\) needs the bytes per token"):
         size_of("1GiB", 100)
 
 
