@@ -1,4 +1,4 @@
-"""Conditions that pass: a miss while they last, and never a block less."""
+"""Transient errors: a miss while they last, and no block is lost."""
 
 from __future__ import annotations
 
