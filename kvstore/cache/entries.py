@@ -33,7 +33,8 @@ class Stored:
     present: int
     """Offered blocks that were already stored or queued."""
     dropped: int
-    """Offered blocks that were not accepted; ``stats`` counts them by reason in ``dropped_blocks``."""
+    """Offered blocks that were not accepted. An accepted block can still be dropped before its commit, for lack of
+    space or quota; ``dropped_blocks`` of ``stats`` counts both by reason."""
 
 
 class Entries(dict[str, NDArray[np.uint8]]):

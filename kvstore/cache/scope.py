@@ -451,7 +451,7 @@ class Scope:
         self._shared.lookups.observe_prefill(*measured)
 
     def flush(self) -> None:
-        """Wait until every block accepted before is durable against power loss.
+        """Wait until every block accepted before is durable against power loss, or counted as dropped.
 
         Raises:
             StoreError: if blocks could not be written.

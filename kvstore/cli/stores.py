@@ -74,7 +74,7 @@ def stats(directory: Directory, /, *, as_json: Json = False) -> int:
 def inspect(
     directory: Directory, key: str | None = None, /, *, limit: int = 20, as_json: Json = False
 ) -> int:
-    """Show one block: its record, header and parents. Without a key, list the newest blocks.
+    """Show one block: its record, header and parents. Without a key, list the most recently used blocks.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def inspect(
                 [b["key"], *(str(b[name]) for name in _BLOCK_COLUMNS), _short(b["parent"])]
                 for b in blocks
             ]
-            write_table(["key", "number", "space", "used", "parent"], rows)
+            write_table(["key", "number", "namespace", "last use", "parent"], rows)
         return OK
     block = inspect_block(directory, key)
     if as_json:
@@ -176,7 +176,8 @@ def evict(directory: Unowned, /, *, to: str, as_json: Json = False) -> int:
     Parameters
     ----------
     to
-        Most bytes in use afterwards: a size such as 4GiB, or a share of the store's cap such as 50%.
+        Most bytes in use afterwards: a size such as 4GiB (a number alone is bytes), or a share of the
+        store's cap such as 50%.
     """
     from kvstore.admin import upkeep
 
@@ -231,7 +232,10 @@ def export(
     text = f"{found['blocks']:,} blocks in {found['file_bytes']:,} bytes"
     write_result(found, text, as_json=as_json)
     if found["bad_blocks"]:
-        complain(f"{found['bad_blocks']:,} bad blocks were left out: {_reasons(found['bad'])}")
+        complain(
+            f"{found['bad_blocks']:,} blocks were left out, bad ones and their descendants: "
+            f"{_reasons(found['bad'])}"
+        )
     return FAILED if found["bad_blocks"] else OK
 
 
@@ -245,7 +249,8 @@ def import_(file: Path, directory: Path, /, *, ssd_bytes: str, as_json: Json = F
     directory
         A store of the same layout that no process owns, or a path for a new one.
     ssd_bytes
-        The store's cap, such as 4GiB. A cap that is too small evicts the least recently used blocks.
+        The store's cap, such as 4GiB. A cap that is too small evicts the least recently used blocks, and
+        stores the first blocks of a chain that is longer than the store.
     """
     from kvstore.admin.archive import import_store
 
@@ -253,13 +258,16 @@ def import_(file: Path, directory: Path, /, *, ssd_bytes: str, as_json: Json = F
         found = import_store(file, directory, ssd_bytes, advance)
     text = (
         f"{found['imported_blocks']:,} blocks imported, {found['present_blocks']:,} already present, "
-        f"{found['expired_blocks']:,} expired; {found['blocks']:,} blocks are in the store"
+        f"{found['expired_blocks']:,} expired, {found['evicted_blocks']:,} evicted; "
+        f"{found['blocks']:,} blocks are in the store"
     )
     write_result(found, text, as_json=as_json)
     if found["damage"]:
         complain(f"{file} was read only partly: {found['damage']}")
     if found["refused_members"]:
         complain(f"{found['refused_members']:,} members refused: {_reasons(found['refused'])}")
+    if found["refused"].get("parent") and found["dropped_blocks"]:
+        complain("blocks whose parent was not stored are refused: give a larger --ssd-bytes")
     if found["dropped_blocks"]:
         complain(f"{found['dropped_blocks']:,} blocks not stored: {_reasons(found['dropped'])}")
     is_whole = not (found["damage"] or found["refused_members"] or found["dropped_blocks"])

@@ -14,8 +14,8 @@ DROP_REASONS = {
     "no_room": "all other blocks of the tier are queued, pinned or their ancestors",
     "not_written": "the engine did not finish writing its pages in time",
     "queue_full": "the queue is full",
-    "quota": "their namespace is at its quota, and its blocks are pinned or their ancestors",
-    "request_share": "one request takes at most request_share of the tier; its first blocks are stored",
+    "quota": "the blocks of their namespace, which is at its quota, are pinned, queued or of the same prompt",
+    "request_share": "a request is longer than its share of the tier; its first blocks are stored",
     "reader": "this process only reads the store",
     "write_error": "a write to the disk failed",
 }

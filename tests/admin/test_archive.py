@@ -276,7 +276,10 @@ def test_bad_blocks_are_left_out_with_what_hangs_on_them(
     assert cli.main(["export", str(path), str(tmp_path / "a.tar"), "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["bad"] == {"checksum": 1, "parent": 3}
-    assert err == "kvstore: 4 bad blocks were left out: checksum 1, parent 3\n"
+    assert (
+        err
+        == "kvstore: 4 blocks were left out, bad ones and their descendants: checksum 1, parent 3\n"
+    )
     result = archive.import_store(tmp_path / "a.tar", tmp_path / "t", "8MiB", nothing)
     assert (result["imported_blocks"], result["refused_members"]) == (45, 0)
     with open_cache(tmp_path / "t") as cache:
