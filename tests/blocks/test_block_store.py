@@ -415,7 +415,7 @@ assert [child() for _ in range(8)] == [7] * 8
 done.set()
 for thread in threads: thread.join()
 ssd.FORK_SECONDS = 0.0
-with store._shared.ssd._using():  # as a call does that a disk never answers
+with tree(store).ssd._using():  # as a call does that a disk never answers
     assert child() == 8
 assert_served(store, ["k"])
 store.close()
