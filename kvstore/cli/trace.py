@@ -101,6 +101,7 @@ def trace_merge(
     output: Output,
     spread: float = 0.0,
     seed: Seed = 0,
+    options: _Reading = _DEFAULTS,
     as_json: JsonCount = False,
 ) -> int:
     """Merge several traces in the order of arrival. Their blocks count as different.
@@ -113,17 +114,24 @@ def trace_merge(
         Interval in seconds from which each trace's start is drawn. Default: all start at once.
     """
     from kvstore.trace.cutting import merged
-    from kvstore.trace.reading import read
 
     if not 0 <= spread < 2**40:  # NaN is not
         raise ValueError(f"--spread must be seconds from 0 to {2**40:,}, found {spread}")
     _check_seed(seed)
-    made = merged([read(file) for file in files], spread, seed)
+    made = merged([options.read(file) for file in files], spread, seed)
     return _write_trace(made, output, as_json=as_json)
 
 
 @trace.command(name="head")
-def trace_head(file: Input, output: Output, /, *, requests: int, as_json: JsonCount = False) -> int:
+def trace_head(
+    file: Input,
+    output: Output,
+    /,
+    *,
+    requests: int,
+    options: _Reading = _DEFAULTS,
+    as_json: JsonCount = False,
+) -> int:
     """Write the first requests of a trace.
 
     Parameters
@@ -132,16 +140,22 @@ def trace_head(file: Input, output: Output, /, *, requests: int, as_json: JsonCo
         Number of requests.
     """
     from kvstore.trace.cutting import head
-    from kvstore.trace.reading import read
 
     if requests < 1:
         raise ValueError(f"--requests must be at least 1, found {requests}")
-    return _write_trace(head(read(file), requests), output, as_json=as_json)
+    return _write_trace(head(options.read(file), requests), output, as_json=as_json)
 
 
 @trace.command(name="sample")
 def trace_sample(
-    file: Input, output: Output, /, *, share: float, seed: Seed = 0, as_json: JsonCount = False
+    file: Input,
+    output: Output,
+    /,
+    *,
+    share: float,
+    seed: Seed = 0,
+    options: _Reading = _DEFAULTS,
+    as_json: JsonCount = False,
 ) -> int:
     """Write a random sample of a trace's sessions, each whole, and of requests without a session.
 
@@ -151,10 +165,9 @@ def trace_sample(
         Share of the sessions, above 0 and at most 1.
     """
     from kvstore.trace.cutting import sample
-    from kvstore.trace.reading import read
 
     _check_seed(seed)
-    return _write_trace(sample(read(file), share, seed), output, as_json=as_json)
+    return _write_trace(sample(options.read(file), share, seed), output, as_json=as_json)
 
 
 def _check_seed(seed: int) -> None:

@@ -473,6 +473,29 @@ def test_trace_commands_make_traces_that_are_read_again(
     assert "--requests must be at least 1" in err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("head", "--requests", "1"),
+        ("sample", "--share", "1"),
+        ("merge", "--spread", "1"),
+        ("convert",),
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_that_write_traces_take_the_options_of_reading(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    name, *options = command
+    out = tmp_path / "out.jsonl"
+    files = ["--output", out, trace_file] if name == "merge" else [trace_file, out]
+    err = printed(capsys, "trace", name, *files, *options, "--format", "burstgpt", status=2)
+    assert "expected Timestamp, Request tokens" in err, "read as BurstGPT"
+    assert not out.exists()
+    printed(capsys, "trace", name, *files, *options, "--format", "mooncake")
+    assert out.exists()
+
+
 def test_a_trace_goes_through_standard_streams(trace_file: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvstore", "trace", "head", "-", "-", "--requests", "1"],
