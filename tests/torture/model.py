@@ -220,8 +220,8 @@ class CacheModel:
 
     def store_and_find(self, prompt: Prompt) -> None:
         """Store and flush a prompt: it is a hit unless blocks were dropped or a write failed."""
+        before = self._losses()  # the writer may commit, and evict, as soon as the prompt is queued
         self.store(prompt)
-        before = self._losses()
         if not self.flush() or writer_of(self.cache).is_read_only or self._failing:
             return
         found = self.scopes[prompt.tenant].probe(prompt.tokens, images=prompt.images)
