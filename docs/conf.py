@@ -25,3 +25,25 @@ python_maximum_signature_line_length = 88
 suppress_warnings = [
     "misc.highlighting_failure",  # output of the command line is shown as it is
 ]
+
+MADE_BY_METHODS = {
+    "kvstore.BlockStore",
+    "kvstore.Entries",
+    "kvstore.Job",
+    "kvstore.Match",
+    "kvstore.PinnedPages",
+    "kvstore.PrefixCache",
+    "kvstore.Scope",
+    "kvstore.Stored",
+}
+"""Classes that callers get from a method: their constructors are internal and are not shown."""
+
+
+def without_constructor(_app, _what, name, _object, _options, signature, returned):
+    """Hide the signature of a class that callers do not construct."""
+    return ("", returned) if name in MADE_BY_METHODS else (signature, returned)
+
+
+def setup(app):
+    """Connect the function above. Called by Sphinx."""
+    app.connect("autodoc-process-signature", without_constructor)
