@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from lmcache.v1.platform import create_event_notifier
@@ -12,35 +12,48 @@ from lmcache.v1.platform import create_event_notifier
 T = TypeVar("T")
 
 
+CLOSE_SECONDS = 120.0
+"""Most time that a close waits for its tasks: a disk that takes longer counts as failed, as in a flush."""
+
+
 class TaskQueue:
-    """A thread that runs tasks in order, with a queue of at most ``bound`` tasks."""
+    """A thread that runs tasks in order, with a queue of at most ``bound`` tasks.
+
+    A daemon: a disk that hangs keeps neither a close nor the end of the process waiting for ever.
+    """
 
     def __init__(self, name: str, bound: int) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._bound = bound
         self._lock = threading.Lock()
-        self.waiting = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued tasks."""
+        return self._tasks.qsize()
 
     def submit(self, task: Callable[[], None]) -> bool:
         """Queue a task, which must not raise; return False if the queue is full or closed."""
         with self._lock:
-            if self.waiting >= self._bound:
+            if self._is_closed or self.waiting >= self._bound:
                 return False
-            try:
-                self._pool.submit(self._run, task)
-            except RuntimeError:  # the pool is shut down
-                return False
-            self.waiting += 1
+            self._tasks.put(task)
         return True
 
-    def _run(self, task: Callable[[], None]) -> None:
-        with self._lock:
-            self.waiting -= 1
-        task()
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def close(self) -> None:
-        """Run the waiting tasks, then stop the thread."""
-        self._pool.shutdown()
+        """Run the waiting tasks, then stop the thread; return after ``CLOSE_SECONDS`` at most."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._tasks.put(None)
+        self._thread.join(CLOSE_SECONDS)
 
 
 class Tasks(Generic[T]):

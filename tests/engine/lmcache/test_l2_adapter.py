@@ -35,6 +35,7 @@ from kvstore.engine.lmcache import (
     KVStoreL2Adapter,
     KVStoreL2AdapterConfig,
 )
+from kvstore.engine.lmcache import tasks as tasks_module
 from kvstore.engine.lmcache.keys import decode_key, encode_key
 from kvstore.engine.lmcache.tasks import TaskQueue
 from tests.engine.lmcache.engine import SHAPE, SIZE, WAIT, Server, key_of, spec, until
@@ -694,6 +695,19 @@ def test_a_worker_runs_what_it_took_and_stops() -> None:
     worker.close()
     assert done == [0, 1]
     assert not worker.submit(lambda: None)
+
+
+def test_a_task_that_hangs_keeps_no_close_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that never answers: the close gives up, and the thread does not outlive the process."""
+    monkeypatch.setattr(tasks_module, "CLOSE_SECONDS", 0.01)
+    worker, gate, done = TaskQueue("test", 2), threading.Event(), threading.Event()
+    assert worker.submit(lambda: done.set() if gate.wait(WAIT) else None)
+    worker.close()
+    worker.close()
+    assert not done.is_set()
+    assert all(t.daemon for t in threading.enumerate() if t.name == "test")
+    gate.set()
+    assert done.wait(WAIT)
 
 
 # ---- the server ---------------------------------------------------------------------------------
