@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.match import Match
+from kvstore.cache.shared import SharedTiers
 from kvstore.checks import several
 from kvstore.errors import brief
 from kvstore.identity.block import BlockHash, ImageSpan
 from kvstore.identity.chain import Prefix
 from kvstore.identity.hash import as_tokens, identify, namespace_digest
 from kvstore.identity.namespace import Namespace
-
-if TYPE_CHECKING:
-    from kvstore.cache.shared import SharedTiers
 
 
 class Chains:

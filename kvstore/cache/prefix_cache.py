@@ -103,7 +103,7 @@ class PrefixCache(Scope, Sharing):
             ``secret``: hash under a random secret in the store's directory, so that prompts cannot be confirmed by
             their hashes. Fixed when the store is created.
             ``policy``: eviction order on SSD: a name of ``kvstore policies``, or an object with the methods of
-            ``kvstore.policy.protocol.Policy`` for this store alone. Its state is lost at a restart. If it raises or
+            ``kvstore.Policy`` for this store alone. Its state is lost at a restart. If it raises or
             chooses no evictable segment, LRU replaces it until the store is reopened: counted as ``policy_errors``,
             logged once, an alarm in ``stats``.
             ``request_share``: largest part of the tier that the blocks of one request may use.

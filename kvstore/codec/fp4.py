@@ -57,7 +57,7 @@ def pack(
         scales uint8 ``[..., n / block]``, with blocks of 16 (``nvfp4``) or 32 (``mxfp4``).
 
     Raises:
-        ValueError: naming what was found and expected; nothing was written.
+        ValueError: naming the value found and the values expected; nothing was written.
 
     Cost: reads the array in place, or a copy if the last axis is not contiguous. A tensor on another
         device is copied to the host, and its result back: this synchronises.
@@ -83,7 +83,7 @@ def unpack(
     Shapes: nibbles uint8 ``[..., n / 2]``; scales uint8 ``[..., n / block]``; result ``[..., n]``.
 
     Raises:
-        ValueError: naming what was found and expected; nothing was written.
+        ValueError: naming the value found and the values expected; nothing was written.
 
     Cost: as :func:`pack`, but tensors of another device are decoded there, by a table lookup.
     """
@@ -111,7 +111,7 @@ def gather(
         with ``n / block``; index ``[k]`` and pages, integers; result ``[k, n]``.
 
     Raises:
-        ValueError: naming what was found and expected; nothing was written.
+        ValueError: naming the value found and the values expected; nothing was written.
 
     Cost: reads only the chosen entries, in place. Tensors of another device are gathered
         and decoded there.

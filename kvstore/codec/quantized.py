@@ -171,7 +171,7 @@ def pack(
     """Quantize float32, float16 or bfloat16 values, and return their codes and scales.
 
     Raises:
-        ValueError: naming what was found and expected; nothing was written.
+        ValueError: naming the value found and the values expected; nothing was written.
 
     Cost: reads the array in place, or a copy if the last axis is not contiguous. A tensor on another
         device is copied to the host, and its result back: this synchronises.

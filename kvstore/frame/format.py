@@ -310,7 +310,7 @@ class FrameFormat(FrameGeometry):
             ``[pages, layers, entries of a block, entry_bytes]``, where pages are blocks. ``layers`` are those of the
             group, in its order; of a batch only those in it.
 
-        Raises ``ValueError`` naming what was found and what was expected.
+        Raises ``ValueError`` naming the value found and the values expected.
         """
         return targets.target_of(self, entries, {}, batch)
 
@@ -335,7 +335,7 @@ class FrameFormat(FrameGeometry):
             bfloat16 for quantized formats, otherwise of the format's dtype. ``entries`` as :meth:`entries_target`.
 
         Raises:
-            ValueError: naming what was found and what was expected.
+            ValueError: naming the value found and the values expected.
             ConfigError: for a format without a codec.
         """
         return targets.target_of(self, entries, values, batch)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,11 +16,9 @@ from kvstore.simulate.cost import share as share_of
 from kvstore.simulate.curve import LRU
 from kvstore.simulate.json_form import OPTIONAL, SHARE_OF_CEILING
 from kvstore.simulate.optimal import OPTIMAL
-
-if TYPE_CHECKING:
-    from kvstore.simulate.run import Row, SimulateOptions, Simulation
-    from kvstore.simulate.window import WindowReport
-    from kvstore.trace.columns import Ints
+from kvstore.simulate.run import Row, SimulateOptions, Simulation
+from kvstore.simulate.window import WindowReport
+from kvstore.trace.columns import Ints
 
 SHARES = (0.90, 0.95, 0.99)
 """Shares of an infinite cache's hits with a size in the report. The policy is chosen at the first."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from kvstore.output.sizes import size_text
 from kvstore.simulate.curve import LRU
-
-if TYPE_CHECKING:
-    from kvstore.simulate.hierarchy import Hierarchy
-    from kvstore.simulate.hints import Hints
-    from kvstore.simulate.recommendation import Choice
-    from kvstore.simulate.results import Report
-    from kvstore.simulate.run import SimulateOptions
+from kvstore.simulate.hierarchy import Hierarchy
+from kvstore.simulate.hints import Hints
+from kvstore.simulate.recommendation import Choice
+from kvstore.simulate.results import Report
+from kvstore.simulate.run import SimulateOptions
 
 
 def recommendation_lines(
